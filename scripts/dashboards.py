@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from verl.observe.alerts import rules_for_prometheus
+from verl.observe.signs import ALERTS
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "monitoring"
 RUN = 'experiment=~"$experiment"'
@@ -125,6 +125,21 @@ def dashboard(name: str) -> dict[str, Any]:
 
 def text(name: str) -> str:
     return json.dumps(dashboard(name), indent=1) + "\n"
+
+
+def rules_for_prometheus() -> dict[str, Any]:
+    """The rules as Prometheus reads them."""
+    rules = []
+    for sign in ALERTS:
+        expr = sign.promql or f'verl_metric{{name="{sign.metric}"}} > {sign.limit:g}'
+        rule: dict[str, Any] = {"alert": sign.name, "expr": expr}
+        if sign.for_s:
+            rule["for"] = f"{sign.for_s // 60}m"
+        rule["labels"] = {"severity": "critical" if sign.name == "VerlGone" else "warning"}
+        summary = f"{{{{ $labels.experiment }}}}: {sign.summary}"
+        rule["annotations"] = {"summary": summary, "description": sign.sentence}
+        rules.append(rule)
+    return {"groups": [{"name": "verl", "rules": rules}]}
 
 
 def alerts_text() -> str:

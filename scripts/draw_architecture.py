@@ -176,13 +176,21 @@ STAGES = (
         "collect",
         ("rollout, reward,", "Batch.pack"),
         100,
-        ("Batch.pack", "with_known_old_logprobs", "with_reward_columns"),
+        ("Batch.pack", "PPOTrainer.pack", "with_reward_columns"),
     ),
     Stage(
         "evaluate",
         ("actor, reference,", "critic: forward"),
         115,
-        ("PPOTrainer.evaluate", "PPOTrainer.stale_sequences", "Teachers.annotate", *MODEL_INPUT),
+        (
+            "PPOTrainer.evaluate",
+            "OnePass.fill",
+            "OnePass.with_outputs",
+            "FromUpdate.find",
+            "Recorded.find",
+            "Teachers.annotate",
+            *MODEL_INPUT,
+        ),
     ),
     Stage(
         "compute_advantages",
@@ -200,6 +208,7 @@ STAGES = (
             "on_sampled_tokens",
             "sequence_scores",
             "group_numbers",
+            "conversation_numbers",
             "reward_parts_of_gdpo",
             "remax",
             "_subtract_baselines",
@@ -212,7 +221,6 @@ STAGES = (
         125,
         (
             "PPOTrainer.update",
-            "PPOTrainer.compare_policies",
             "ReturnScale.update_and_normalize",
             "Actor.update",
             "Actor.with_chosen_tokens",
@@ -239,6 +247,7 @@ STAGES = (
         105,
         (
             "PPOTrainer.step_metrics",
+            "OnePass.mismatch",
             "data_metrics",
             "trained_mask",
             "variance_proxy_metrics",

@@ -1,14 +1,15 @@
 """Draw docs/pictures/placement_*.svg: which role of a run sits on which devices, from one GPU to 64 machines.
 
 Run as `python -m scripts.draw_placements` (`make docs` does). The placement is that of `verl plan` for the overrides of
-PLACEMENTS, on machines of 8 GPUs; docs/cluster.md shows each picture beside its command.
+PLACEMENTS, on machines of 8 GPUs; docs/scale/cluster.md shows each picture beside its command.
 """
 
 from dataclasses import dataclass
 
 from scripts.draw_architecture import PICTURES, box, picture, text
 from verl.config import load_config
-from verl.trainer.ppo.plan import Machine, Plan, PlannedPool, plan_placement
+from verl.runtime.pools import Pool
+from verl.trainer.ppo.plan import Machine, Plan, plan_placement
 from verl.trainer.ppo.plan_tables import describe_cell
 
 DEVICES = 8  # of a machine
@@ -133,7 +134,7 @@ def draw_machine(plan: Plan, node: int, devices: int, y: float) -> tuple[list[st
     return parts, height
 
 
-def draw_role(plan: Plan, pool: PlannedPool, role: str, node: int, y: float, each: float) -> list[str]:
+def draw_role(plan: Plan, pool: Pool, role: str, node: int, y: float, each: float) -> list[str]:
     """The bar of a role across its devices, `each` so wide: one for all ranks, one for each replica."""
     replicas = next((found for found in plan.replicas if found.role == role and 1 < found.size <= pool.per_node), None)
     size, place = replicas.size if replicas else pool.per_node, node - pool.first_node

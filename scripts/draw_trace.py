@@ -1,7 +1,7 @@
 """Draw docs/pictures/trace.svg: the stages of a profiled step, and where the time of the longest ones goes.
 
 Run as `python -m scripts.draw_trace TRACE [PICTURE]` with a trace that `global_profiler.tool=torch` wrote
-(docs/profiling.md says how); not part of `make docs`.
+(docs/see/profiling.md says how); not part of `make docs`.
 """
 
 import gzip

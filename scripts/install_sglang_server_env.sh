@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Make a separate environment for an SGLang server: install_sglang_server_env.sh [VENV]
 #
-# SGLang pins torch and CUDA packages outside this library's range (torch 2.14.1 in 0.5.23; we allow 2.11 to 2.13), so
-# the two need separate environments. The trainer sends requests to the server over loopback or the cluster network.
+# SGLang pins torch and many other packages exactly (torch 2.14.1 in 0.5.23), at other versions than this library is
+# tested with, so the two need separate environments. The trainer sends requests over loopback or the cluster network.
 # SGLang needs an NVIDIA GPU: it has no CPU build.
 set -euo pipefail
 

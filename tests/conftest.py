@@ -1,12 +1,19 @@
 """Fixtures every test may use."""
 
 import importlib.util
+import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import verl  # noqa: F401  # before torch, whose threads then sleep while they wait
+from scripts import get_smollm2
+from tests import ranks
+from tests.processor_times import ProcessorTimes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,6 +21,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # A suite started in the background of a shell inherits that Ctrl-C is ignored; the tests of Ctrl-C need Python's own.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+multiprocessing.get_context = ranks.get_context  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def spawned_ranks() -> Iterator[None]:
+    """The ranks of each `ProcessGroup` are spawned, as in a run, and not forked."""
+    ranks.FORKED.is_off = True
+    yield
+    ranks.FORKED.is_off = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("xmlpath", None):
+        config.pluginmanager.register(ProcessorTimes())
 
 
 def skip_or_fail(reason: str) -> None:
@@ -30,6 +53,15 @@ def test_data() -> Path:
     if not path.is_dir():
         skip_or_fail(f"no test data at {path}; set VERL_TEST_DATA")
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, a real pretrained model; skip without it (fail in CI)."""
+    folder = get_smollm2.default_folder()
+    if not get_smollm2.is_complete(folder):
+        skip_or_fail(f"no model in {folder}; type: python scripts/get_smollm2.py")
+    return folder
 
 
 def import_or_skip(module: str) -> ModuleType:

@@ -99,7 +99,9 @@ ADAPTERS = [
 ]
 
 
-def own_logprobs(model: PreTrainedModel, ids: list[int], prompt: list[int] = PROMPT) -> torch.Tensor:
+def own_logprobs(
+    model: PreTrainedModel, ids: list[int], prompt: list[int] = PROMPT, temperature: float = 1.0
+) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]

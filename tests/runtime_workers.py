@@ -54,6 +54,9 @@ class Counter:
     def threads(self) -> int:
         return torch.get_num_threads()
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     def sum_over_ranks(self, number: float) -> float:
         total = torch.tensor(number)
         dist.all_reduce(total)

@@ -12,6 +12,11 @@ def soak(values: Iterable[Any]) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
+def slow(values: Iterable[Any]) -> list[Any]:
+    """Parameters with which the test runs in `make test-slow` only."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def each_once(*axes: Sequence[Any]) -> list[Any]:
     """Parameters of a test that takes a value of each axis: CI runs each value once, the soak all combinations."""
     numbers = range(max(map(len, axes)))

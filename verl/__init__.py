@@ -1,13 +1,9 @@
 """Post-training of language models with reinforcement learning; see README.md. Importing this costs almost nothing."""
 
-from verl.utils import import_paths
+from verl.utils import cores, import_paths
 
 __version__ = "0.11.0"
 
+cores.let_threads_sleep()  # before torch is loaded, which reads it once
 import_paths.install()
-
-
-def __getattr__(name: str) -> object:
-    if name == "DataProto":
-        import_paths.refuse_import("verl.DataProto")
-    raise AttributeError(f"module 'verl' has no attribute {name!r}")
+__getattr__ = import_paths.names_from(__name__, DataProto="verl.protocol")

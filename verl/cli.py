@@ -8,36 +8,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from verl import __version__
+from verl.commands.verbs import VERBS
 from verl.utils.errors import VerlError
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
 from verl.utils.suggest import did_you_mean
 
-VERBS: dict[str, tuple[str, str]] = {
-    "quickstart": ("verl.commands.quickstart:main", "make a small model and task, train it, show before and after"),
-    "train": ("verl.trainer.main_ppo:main", "reinforcement learning: PPO, GRPO and relatives"),
-    "sft": ("verl.trainer.sft_trainer:main", "supervised fine-tuning"),
-    "dpo": ("verl.trainer.dpo_trainer:main", "preference optimization on pairs of answers: DPO, IPO, hinge, SimPO"),
-    "reward-model": ("verl.trainer.reward_trainer:main", "a reward model from pairs of answers"),
-    "merge": ("verl.commands.parsers:merge_main", "turn the shards of a checkpoint into a Hugging Face folder"),
-    "generate": ("verl.commands.generate_answers:main", "answer the prompts of a data file"),
-    "eval": ("verl.commands.score_answers:main", "score a file of answers: accuracy, pass@k, maj@k with intervals"),
-    "serve": ("verl.commands.serve:main", "an OpenAI-compatible server over a rollout engine"),
-    "report": ("verl.commands.report:main", "one page about a run, or several over each other, also while they train"),
-    "show": ("verl.commands.show:main", "trajectories of a step as text, tokens coloured by advantage or log-prob"),
-    "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
-    "plan": ("verl.commands.plan.command:main", "which role sits on which devices, and what it holds in memory"),
-    "doctor": ("verl.commands.doctor:main", "what this machine can and cannot do"),
-    "check-template": ("verl.commands.parsers:template_main", "check that a chat template works for multi-turn runs"),
-    "check-data": (
-        "verl.commands.parsers:data_main",
-        "check the rows of a run: duplicates, leaks, lengths, gold answers",
-    ),
-    "check-reward": (
-        "verl.commands.parsers:reward_main",
-        "check the reward of a run: gold and bad answers, threads, processes, time",
-    ),
-    "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
-}
 SPEAKS_FIRST = (
     "train",
     "sft",
@@ -46,6 +21,7 @@ SPEAKS_FIRST = (
     "config",
     "report",
     "plan",
+    "completion",
 )  # these print before they load what is slow
 
 
@@ -62,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("error: stopped by Ctrl-C", file=sys.stderr)
+        say_error("error: stopped by Ctrl-C")
         return 130
     except BrokenPipeError:
         if not _nobody_reads(sys.stdout.fileno()):
@@ -86,7 +62,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(__version__)
         return 0
     if verb not in VERBS:
-        print(f"error: unknown verb {verb!r}; {did_you_mean(verb, VERBS)}", file=sys.stderr)
+        say_error(f"error: unknown verb {verb!r}; {did_you_mean(verb, VERBS)}")
         return 2
     if verb not in SPEAKS_FIRST and not {"-h", "--help", "--json"} & set(arguments):
         print(f"verl {verb}: loading libraries", file=sys.stderr, flush=True)  # they take seconds
@@ -96,18 +72,18 @@ def _run(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
-        print(f"error: `verl {verb}` is not part of this version yet", file=sys.stderr)
+        say_error(f"error: `verl {verb}` is not part of this version yet")
         return 2
     try:
         return int(getattr(module, function)(arguments) or 0)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return error.exit_code
 
 
 def command() -> NoReturn:
     """The process of a `verl` command."""
-    end_process(main())
+    end_process(main)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On-policy distillation: the student samples, and the teacher's log-probs are the signal (docs/distillation.md).
+# On-policy distillation: the student samples, and the teacher's log-probs are the signal (docs/train/distillation.md).
 # Source: arXiv 2306.13649.
 #
 #   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/on_policy_distillation_trainer/run_qwen3_8b_fsdp.sh [key=value ...]

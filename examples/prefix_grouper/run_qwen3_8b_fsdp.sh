@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO for long prompts: training computes the prompt of a group once (docs/perf/prefix_sharing.md).
+# GRPO for long prompts: training computes the prompt of a group once (docs/scale/prefix_sharing.md).
 #
 #   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/prefix_grouper/run_qwen3_8b_fsdp.sh [key=value ...]
 MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-8192}

@@ -87,7 +87,7 @@ def write_pairs(out: Path, count: int, seed: int) -> None:
 
 def remove(out: Path, run: str) -> None:
     """What an earlier program left of the run."""
-    from verl.observe.tracking import metrics_path
+    from verl.observe.trackers import metrics_path
 
     shutil.rmtree(out / run, ignore_errors=True)
     metrics_path("reward_model", run).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def train_policy(out: Path, seed: int, steps: int, extra: list[str]) -> list[dic
     """GRPO from out/warm on the score of out/reward_model; returns the metrics of every step."""
     from verl.commands.quickstart.stages import grpo_overrides
     from verl.config import load_config
-    from verl.observe.tracking import metrics_path
+    from verl.observe.trackers import metrics_path
     from verl.trainer.main_ppo import run_ppo
 
     remove(out, RUNS[1])

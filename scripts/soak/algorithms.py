@@ -1,5 +1,5 @@
 """Every recipe of examples/cpu/run.py on the quickstart's task, from one warm model a seed. Goes on where the last run
-stopped, recipe by recipe; then draws docs/algorithms.md. A result stays when other code changes, with its commit;
+stopped, recipe by recipe; then draws docs/train/algorithms.md. A result stays when other code changes, with its commit;
 `--again NAME` forgets those of a recipe, for a change of what it computes.
 
     make soak PART=algorithms                    # three seeds, five for some: about two and a half hours on two cores

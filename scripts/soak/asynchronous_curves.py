@@ -6,7 +6,7 @@
 Every run has two processes of one thread: two ranks that generate and train in turns, or a trainer and a replica. A
 seed's runs train the same warm model on the same prompts. Says whether the final reward of each mode is within the
 spread of sync's seeds. With every case measured, draws docs/pictures/asynchronous_curves.svg and fills the section of
-docs/asynchronous.md. Goes on where the last run stopped; a result stays when other code changes, with its commit.
+docs/train/asynchronous.md. Goes on where the last run stopped; a result stays when other code changes, with its commit.
 """
 
 import argparse
@@ -33,7 +33,7 @@ cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "soak")
 PART, SEEDS, STEPS, LAST, POINTS = "asynchronous_curves", 5, 120, 10, 30  # the last steps' mean is the final reward
 PROMPTS, ANSWERS = 32, 8
 IDLE = {"trainer": "fully_async/trainer/idle_ratio", "rollout": "fully_async/rollouter/idle_ratio"}
-PICTURE, PAGE = PICTURES / f"{PART}.svg", ROOT / "docs" / "asynchronous.md"
+PICTURE, PAGE = PICTURES / f"{PART}.svg", ROOT / "docs" / "train" / "asynchronous.md"
 SECTION = "## Measured curves"
 APART = (
     "--config-name=one_step_off_ppo_trainer",
@@ -221,7 +221,7 @@ def main() -> int:
     print("\n".join(table))
     if options.folder == RESULTS and len(progress.cases) == SEEDS * len(MODES):
         PICTURE.write_text(picture(progress.cases), encoding="utf-8")
-        shown = [f"![reward of each mode by answers and by seconds](pictures/{PICTURE.name})", "", *table]
+        shown = [f"![reward of each mode by answers and by seconds](../pictures/{PICTURE.name})", "", *table]
         PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), shown), encoding="utf-8")
     return int(any(line.endswith("| no |") for line in table))
 

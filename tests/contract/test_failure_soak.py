@@ -48,6 +48,7 @@ def test_words_that_are_missing_or_blame_another_rank_are_wrong():
         expect("error: rank 1 failed", "error", never="rank 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [True, *soak([False])])
 def test_a_rank_whose_queue_is_starved_is_named_with_what_ended_its_loader(dies: bool):
     said = injections_in_groups.failure("starve", 1, 1, dies)
@@ -56,11 +57,13 @@ def test_a_rank_whose_queue_is_starved_is_named_with_what_ended_its_loader(dies:
     assert "it has not entered the collective" in said and "in take(): return items.get()" in said
 
 
+@pytest.mark.slow
 def test_ranks_of_which_one_is_in_another_network_say_who_is_missing_and_where_it_looked():
     with injections_in_groups.separate_networks() as inject:
         inject(Random(0))
 
 
+@pytest.mark.slow
 def test_a_rank_that_loads_a_model_is_not_stalled(tmp_path: Path):
     jobs.prepare(tmp_path)
     group = ProcessGroup(SoakWorker, Layout.data_parallel(2), stall_timeout_s=1.5)

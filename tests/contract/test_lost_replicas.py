@@ -168,6 +168,7 @@ def test_a_killed_and_a_stopped_replica_are_replaced(started: Callable[..., Run]
     assert not caught.value.is_death and "server.max_restarts=1" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_on_shared_devices_no_replacement_starts_or_stays_awake_beside_the_trainer(started: Callable[..., Run]):
     run = started(max_restarts=2, shares_devices=True)
     run.publish(0)
@@ -184,12 +185,14 @@ def test_on_shared_devices_no_replacement_starts_or_stays_awake_beside_the_train
     check_answers(requests := some_requests(), run.answers(requests, lambda: None), 2)
 
 
+@pytest.mark.slow
 def test_a_replica_that_computes_or_waits_for_the_trainer_is_no_loss(started: Callable[..., Run]):
     run = started(max_restarts=1, timeout=1.0)
     run.extra = {"stall 1": torch.ones(3)}  # it sleeps 5 s in the transfer
     assert run.publish(0).num_replicas == 2 and run.router.restarts == [0, 0]
 
 
+@pytest.mark.slow
 def test_replicas_on_other_machines_are_replaced_and_one_whose_machine_is_lost_is_told(
     started: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ):
@@ -218,6 +221,7 @@ def test_replicas_on_other_machines_are_replaced_and_one_whose_machine_is_lost_i
     assert all(node.server.process.wait(60) is not None for node in nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["naive", "nccl"])
 def test_a_replica_that_dies_in_a_publish_is_left_out(started: Callable[..., Run], backend: str):
     run = started(max_restarts=1)
@@ -246,6 +250,7 @@ def deadly_trainer(folder: Path) -> DeadlyTrainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_sharded_trainer_survive_a_replica_that_dies_in_a_publish(started: Callable[..., Run]):
     run = started(max_restarts=1)
     group = ProcessGroup(partial(deadly_trainer, run.folder), Layout.data_parallel(2))

@@ -20,11 +20,15 @@ from pathlib import Path
 import pytest
 
 from tests.runtime_workers import Broken, BrokenOnOne, Counter
+from tests.tiers import soak
 from verl.runtime.calls import _Call
 from verl.runtime.group import Layout
 from verl.runtime.processes import ProcessGroup
 from verl.runtime.wire import NotSerializableError
+from verl.utils.cores import num_cores
 from verl.utils.errors import WorkerError
+
+pytestmark = pytest.mark.usefixtures("spawned_ranks")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +73,7 @@ def test_an_argument_that_cannot_travel_reaches_no_rank(processes: ProcessGroup)
 
 def test_the_cores_are_shared_unless_the_user_said_otherwise(processes: ProcessGroup):
     wanted = os.environ.get("OMP_NUM_THREADS")
-    each = int(wanted) if wanted else max(1, len(os.sched_getaffinity(0)) // 2)
+    each = int(wanted) if wanted else max(1, num_cores() // 2)
     assert processes.broadcast("threads") == [each, each]
 
 
@@ -212,7 +216,20 @@ def test_ranks_that_have_started_end_where_another_cannot_start(monkeypatch: pyt
         ProcessGroup(Counter, Layout())
 
 
-def test_ranks_end_with_their_driver(tmp_path: Path):
+CALLING = """group.post(0, "sum_over_ranks", [(1.0,)])"""
+CLOSING = """
+    import threading, time
+    group.post(0, "sleep", [(600.0,)])  # the rank is in a call that ends only after the driver asks to end
+    threading.Thread(target=group.close, daemon=True).start()
+    time.sleep({})
+"""
+
+
+@pytest.mark.parametrize(
+    "before_death",
+    [CALLING, *(CLOSING.format(wait) for wait in (0.0, 0.3)), *soak(CLOSING.format(n / 50) for n in range(1, 51))],
+)
+def test_ranks_end_with_their_driver(tmp_path: Path, before_death: str):
     script = tmp_path / "driver.py"
     script.write_text(
         textwrap.dedent(
@@ -225,10 +242,9 @@ def test_ranks_end_with_their_driver(tmp_path: Path):
             if __name__ == "__main__":
                 group = ProcessGroup(Counter, Layout())
                 print(*group.broadcast("process"), flush=True)
-                group.post(0, "sum_over_ranks", [(1.0,)])
-                os.kill(os.getpid(), signal.SIGKILL)
             """
         )
+        + textwrap.indent(f"{textwrap.dedent(before_death).strip()}\nos.kill(os.getpid(), signal.SIGKILL)\n", "    ")
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=240)

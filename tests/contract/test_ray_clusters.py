@@ -17,7 +17,7 @@ from verl.runtime.ray_cluster import Devices, release, reserve
 from verl.runtime.ray_group import RayGroup
 from verl.runtime.versions import own_versions
 from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import place_roles, start_pools
+from verl.trainer.ppo.placement import plan_run, start_pools
 from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 pytestmark = pytest.mark.ray
@@ -56,7 +56,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(*words: str) -> Any:
     config = load_config([*WORDS, *words])
-    return start_pools(config, 1, place_roles(config), lambda line: None)
+    return start_pools(config, 1, plan_run(config), lambda line: None)
 
 
 def free_devices(expected: float) -> bool:

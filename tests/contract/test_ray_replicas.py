@@ -24,7 +24,7 @@ from verl.config import load_config
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.runtime.versions import own_versions
 from verl.trainer.ppo import placement, rollout_setup
-from verl.trainer.ppo.placement import place_roles, start_pools
+from verl.trainer.ppo.placement import plan_run, start_pools
 from verl.workers.rollout.router import Router
 
 pytestmark = pytest.mark.ray
@@ -60,12 +60,12 @@ class Run:
             f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.server.python={python}",
             f"actor_rollout_ref.model.path={folder}", *words,
         ])  # fmt: skip
-        self.pools = start_pools(config, 1, place_roles(config), lambda line: None)
+        self.pools = start_pools(config, 1, plan_run(config), lambda line: None)
         try:
             [group] = self.pools.groups.values()
             self.ranks = group.said()
             self.engine: Router = rollout_setup.build_rollout_engine(
-                config, SimpleNamespace(group=group), letters_tokenizer()
+                config, plan_run(config), SimpleNamespace(group=group), letters_tokenizer()
             )
         except BaseException:
             self.pools.close()

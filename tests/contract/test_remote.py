@@ -14,18 +14,22 @@ from typing import Any
 import pytest
 
 from verl.config.rollout import RolloutConfig
+from verl.plugin.platform import choose_platform
 from verl.runtime.wire import deserialize
 from verl.utils.errors import WorkerError
+from verl.workers.rollout.child import Child
 from verl.workers.rollout.engine_server import encode_frame
 from verl.workers.rollout.own_engines import start_all
 from verl.workers.rollout.remote_engine import RemoteEngine
-from verl.workers.rollout.server_process import LocalServer
+from verl.workers.rollout.server_process import DriversSettings, LocalServer
 
 
 def server_of(connection: socket.socket, process: Any, log: Path) -> LocalServer:
     """A server whose connection and process are the test's."""
     server = LocalServer.__new__(LocalServer)
-    server.socket, server.process, server.log, server.name = connection, process, str(log), "its process"
+    server.child = Child.__new__(Child)
+    server.child.process, server.child.log, server.child._is_over = process, log, False
+    server.socket, server.process, server.name = connection, process, "its process"
     return server
 
 
@@ -66,6 +70,16 @@ def test_nothing_that_a_dead_server_started_survives(tmp_path: Path):
         if not ended:
             os.kill(pid, signal.SIGKILL)
     assert ended
+
+
+def test_the_threads_of_servers_wait_as_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    program, shown = tmp_path / "python", tmp_path / "shown"
+    program.write_text(f'#!/bin/sh\nprintf %s "$OMP_WAIT_POLICY" > {shown}\n')
+    program.chmod(0o755)
+    server = LocalServer(str(program), DriversSettings.on(choose_platform("cpu")).environment(()))
+    assert server.process.wait(20.0) == 0 and shown.read_text() == "PASSIVE"
+    server.stop()
 
 
 def test_engines_are_closed_if_one_of_them_cannot_start():

@@ -16,6 +16,7 @@ from tests.rollout_adapters import letters_tokenizer
 from tests.unit.plugin.fake_devices import FakePlatform
 from verl.config import load_config
 from verl.trainer.ppo import placement
+from verl.trainer.ppo.placement import plan_run
 from verl.trainer.ppo.rollout_setup import build_rollout_engine
 from verl.utils.errors import WorkerError
 from verl.weight_sync.logprob_probe import LogprobProbe
@@ -47,7 +48,7 @@ def start(folder: Path, *words: str) -> tuple[Any, list[str]]:
     python = rollout_server.python_wrapper(folder, first=note)
     fixed = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n=1", f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.server.python={python}"]
     config = load_config([*fixed, "data.train_batch_size=8", f"actor_rollout_ref.model.path={folder}", *words])
-    engine = build_rollout_engine(config, BESIDE_RANKS, letters_tokenizer())
+    engine = build_rollout_engine(config, plan_run(config), BESIDE_RANKS, letters_tokenizer())
     return engine, sorted(seen.read_text().splitlines())
 
 

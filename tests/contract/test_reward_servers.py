@@ -17,11 +17,16 @@ import pytest
 from transformers import AutoConfig
 
 from tests.conftest import python_with_vllm
+from tests.e2e.serving import serving
 from tests.reward_models import oracle_scores, save_reward_model
+from tests.rollout_adapters import CONFIG, letters_tokenizer, native_behind, small_model
+from tests.standins import FakeSGLangServer
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
+from verl.commands.serve import command
 from verl.config import load_config
 from verl.config.load import pop_unread_keys
+from verl.config.reward import check_reward_model
 from verl.rewards import call_retries
 from verl.rewards.base import RewardInput
 from verl.rewards.function_reward import CallRules
@@ -209,6 +214,35 @@ def test_command_lines_have_the_settings():
     judge = " ".join(judge_command(settings(*keys).reward_model, "cpu", 3, True, "10.0.0.7", 5))
     assert "rollout.name=native" in judge and "rollout.num_replicas=3" in judge and "--allow-sleep" in judge
     assert "--host 10.0.0.7 --port 5" in judge and "trainer.device=cpu" in judge
+
+
+def test_a_judge_is_served_by_sglang(tmp_path: Path):
+    """The command of the judge, with a server that runs already in place of the one that it starts."""
+    small_model().save_pretrained(tmp_path)
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    keys = [f"{KEY}.rollout.{key}" for key in ("name=sglang", "dtype=float32", "prompt_length=16", "response_length=8")]
+    keys += [f"{KEY}.model_path={tmp_path}", "reward.custom_reward_function.path=mine.py"]
+    config = settings(*keys, f"+{KEY}.rollout.engine_kwargs.sglang.attention_backend=ascend")
+    check_reward_model(config)
+    _, _, program, *words = judge_command(config.reward_model, "cpu", 1, True, "127.0.0.1", 0)
+    options = command._parser().parse_intermixed_args(words)
+    assert program == command.__name__ and 'rollout.engine_kwargs.sglang.attention_backend="ascend"' in words
+    sglang = FakeSGLangServer(native_behind(small_model(), CONFIG), letters_tokenizer())
+    overrides = [word.replace("model=", "model.path=", 1) for word in options.overrides if "device" not in word]
+    given = [f"actor_rollout_ref.{word}" for word in (*overrides, f"rollout.server.url={sglang.url}")]
+    with serving(command.build_server(load_config(given), options)) as address:
+        body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, "temperature": 0, "stop": ["zzz"]}
+        judge = HTTPServerProcess.answer
+        asked = SimpleNamespace(url=address.removesuffix("/v1"), name="the judge")
+        for path in ("/release_memory_occupation", "/resume_memory_occupation"):  # by turns with the rollout
+            assert judge(asked, path, {}, 60) == {}
+        said = judge(asked, "/v1/chat/completions", body, 60)["choices"][0]
+    sglang.close()
+    assert said["finish_reason"] == "length" and len(said["message"]["content"]) == 3
+    asked_for = dict(sglang.calls)
+    assert asked_for["generate"]["input_ids"] == [0, 1, 2] and {"release", "resume"} <= asked_for.keys()
 
 
 def test_the_driver_knows_which_keys_servers_of_other_machines_read():

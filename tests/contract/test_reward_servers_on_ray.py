@@ -21,10 +21,10 @@ from verl.config import load_config
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.rewards import reward_servers
 from verl.rewards.base import RewardInput
-from verl.rewards.scoring_process import end_scoring_processes
+from verl.rewards.scoring_pool import end_scoring_processes
 from verl.runtime.versions import own_versions
 from verl.trainer.ppo import placement, reward_model_setup
-from verl.trainer.ppo.placement import place_roles, start_pools
+from verl.trainer.ppo.placement import plan_run, start_pools
 from verl.trainer.ppo.reward_model_setup import start_reward_model
 from verl.utils.errors import ConfigError, RewardError
 
@@ -112,10 +112,10 @@ def running(folder: Path, *words: str) -> Iterator[Any]:
     is_judge = config.reward.custom_reward_function.path is not None
     prepared: Any = SimpleNamespace(
         model_reward=None if is_judge else SimpleNamespace(), reward=None, judge_port=1, judge_keywords=judge,
-        tokenizer=None,
+        tokenizer=None, facts=SimpleNamespace(placement=plan_run(config)),
     )  # fmt: skip
     with ExitStack() as started:
-        pools = start_pools(config, 1, place_roles(config), lambda line: None)
+        pools = start_pools(config, 1, plan_run(config), lambda line: None)
         started.callback(pools.close)
         [group] = pools.groups.values()
         serving, reward = start_reward_model(config, prepared, pools, started)
@@ -192,7 +192,7 @@ def test_ranks_of_a_reward_model_have_a_pool_of_their_own_on_another_machine(fol
         "trainer.runtime=ray", "data.train_batch_size=8", "actor_rollout_ref.rollout.n=1", f"{KEY}.enable=True",
         f"{KEY}.model_path=m", "trainer.n_gpus_per_node=1", *OWN,
     ])  # fmt: skip
-    pools = start_pools(config, 1, place_roles(config), lambda line: None)
+    pools = start_pools(config, 1, plan_run(config), lambda line: None)
     try:
         actor, reward = (pools.group_of(role).said() for role in ("actor", "reward_model"))
         assert [rank["RANK"] for rank in reward] == ["0", "1"] and sorted(rank["devices"][0] for rank in reward) == [

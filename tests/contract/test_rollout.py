@@ -80,6 +80,7 @@ LACKING = {
         "test_an_update_between_two_tokens_stamps_both_versions": NO_PUSH,
         "test_min_p_of_one_is_greedy_and_a_bias_forces_or_forbids_a_token": "TGI has neither",
         "test_min_tokens_holds_back_every_stop": NO_IDS,
+        "test_log_probs_are_the_policys_whatever_restricts_or_changes_sampling": NO_IDS,
         "test_stop_token_ids_end_a_completion_beside_eos": NO_IDS,
         "test_ignore_eos_goes_on_to_max_tokens": NO_IDS,
         "test_stop_strings_end_at_the_token_that_completes_them_and_keep_every_token": NO_IDS,
@@ -179,6 +180,22 @@ def test_min_p_of_one_is_greedy_and_a_bias_forces_or_forbids_a_token(engine: Rol
     never, always = ((i, -100.0) for i in range(EOS // 2)), ((5, 50.0), (EOS, -50.0))
     [without], [forced] = complete(engine, ask(2, logit_bias=tuple(never)), ask(3, logit_bias=always))
     assert min(without.token_ids) >= EOS // 2 and forced.token_ids == [5] * 24
+
+
+def test_log_probs_are_the_policys_whatever_restricts_or_changes_sampling(
+    engine: RolloutEngine, model: PreTrainedModel
+):
+    options = [
+        {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.8}, {"min_tokens": 20}, {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"logit_bias": ((3, 2.0), (4, -2.0))},
+        {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.6, "top_k": 9, "min_tokens": 9},
+        {"temperature": 0.0, "min_tokens": 20}, {"top_p": 0.9, "stop_token_ids": (7, 9)},
+    ]  # fmt: skip
+    answers = complete(engine, *(ask(number, n=2, **option) for number, option in enumerate(options)))
+    for option, completions in zip(options, answers, strict=True):
+        for c in completions:
+            expected = own_logprobs(model, c.token_ids, temperature=option.get("temperature") or 1.0)
+            torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-5, rtol=0, msg=str(option))
 
 
 def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd_of_any_size(adapter: Adapter, model: PreTrainedModel):

@@ -1,5 +1,6 @@
 """Worker groups: what a group promises, in every runtime there is."""
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from verl.runtime.processes import ProcessGroup
 from verl.runtime.ray_cluster import Cluster
 from verl.runtime.ray_group import RayGroup
 from verl.utils.errors import WorkerError
+
+pytestmark = pytest.mark.usefixtures("spawned_ranks")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,12 @@ def test_broadcast_calls_every_rank_in_order(group: WorkerGroup):
     ranks = group.layout.world_size
     assert group.broadcast("add", 2, 3) == [6] * ranks
     assert group.broadcast("add", 1) == [7] * ranks
+
+
+def test_threads_of_every_rank_sleep_while_they_wait(group: WorkerGroup):
+    wanted = os.environ.get("OMP_WAIT_POLICY")
+    assert wanted is not None or {"GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
+    assert group.broadcast("variable", "OMP_WAIT_POLICY") == [wanted] * group.layout.world_size
 
 
 def test_scatter_gives_each_data_parallel_group_its_shard(group: WorkerGroup):
@@ -102,7 +111,7 @@ def test_pools_are_groups_of_their_own_on_devices_of_their_own(capfd: pytest.Cap
     def start(pool: Pool) -> WorkerGroup:
         if pool is first:
             return InlineGroup(Holder())
-        return ProcessGroup(Holder, Layout.data_parallel(pool.num_ranks), pool.name, pool.first_device, 3)
+        return ProcessGroup(Holder, Layout.data_parallel(pool.num_devices), pool.name, pool.first_device, 3)
 
     pools = WorkerPools((first, second), start)
     try:

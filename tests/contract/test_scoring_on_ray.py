@@ -11,7 +11,7 @@ from tests.small_ray import small_ray
 from verl.config import load_config
 from verl.rewards.base import RewardInput
 from verl.rewards.reward_setup import build_reward
-from verl.rewards.scoring_process import end_scoring_processes
+from verl.rewards.scoring_pool import end_scoring_processes
 
 pytestmark = pytest.mark.ray
 FUNCTION = """

@@ -258,6 +258,12 @@ class Beginning:
     """A tokenizer that puts a mark before every text, as many do."""
 
     bos_token = "<s>"
+    chat_template = eos_token_id = None
+    all_special_ids: tuple[int, ...] = ()
+    added_tokens_decoder: tuple[int, ...] = ()
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return ["<s>" if i == 0 else chr(i) for i in ids]
 
     def decode(self, ids: list[int]) -> str:
         return "".join("<s>" if i == 0 else chr(i) for i in ids)

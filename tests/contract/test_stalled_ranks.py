@@ -16,6 +16,8 @@ from verl.runtime.group import Layout
 from verl.runtime.processes import ProcessGroup
 from verl.utils.errors import WorkerError
 
+pytestmark = pytest.mark.usefixtures("spawned_ranks")
+
 TIMEOUT_S = 1.5
 
 

@@ -258,7 +258,7 @@ class ShardedTrainer(EngineWorker):
         self.engine.export_weights = self.without_adapters if forget else self.export
 
     def without_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        scales = {self.engine.weights.unwrapped_name(name): 0.0 for name in lora.adapter_scales(self.engine.model)}
+        scales = {name: 0.0 for name in lora.adapter_scales(self.engine.model)}
         return lora.merge_adapters(self.engine.weights.full_tensors(), scales)
 
 

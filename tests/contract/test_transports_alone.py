@@ -77,14 +77,14 @@ def test_replicas_on_several_machines_read_from_a_rank_of_theirs():
         transport.build_topology(3, 2, metadata)
 
 
-def test_replicas_on_machines_without_ranks_get_a_broadcast_from_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch):
+def test_replicas_on_machines_without_ranks_get_a_broadcast_from_the_address_of_rank_0():
     actor: Any = SimpleNamespace(group=SimpleNamespace(address="10.0.0.1"))
-    monkeypatch.setattr(rollout_setup, "plan_run", lambda c: plan_placement(c, Machine("cuda", 8), "ray"))
     rollout = "actor_rollout_ref.rollout"
 
     def reaching(backend: str, *words: str, **given: str) -> tuple[str, dict[str, str]]:
         config = load_config([f"{rollout}.name=vllm", "trainer.n_gpus_per_node=8", f"{rollout}.n=8", *words])
-        found = rollout_setup._reaching(TransportSettings(backend, 1, given), config, actor)
+        plan = plan_placement(config, Machine("cuda", 8), "ray")
+        found = rollout_setup._reaching(TransportSettings(backend, 1, given), config, plan, actor)
         return found.backend, found.arguments
 
     far = [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=8"]
@@ -164,9 +164,10 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: rollout.name=native samples where"):
         check_rollout_engine_can_train(load_config([nccl]).actor_rollout_ref)
     config = load_config([nccl, "actor_rollout_ref.rollout.name=vllm"])
+    plan = plan_placement(config, Machine("cpu"))
     here = SimpleNamespace(group=SimpleNamespace(local_worker=nn.Identity()), model=None)
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: with rollout.name=vllm"):
-        build_weight_sync(config, here, SimpleNamespace(receivers=[SimpleNamespace(out_of_process=False)]))
+        build_weight_sync(config, plan, here, SimpleNamespace(receivers=[SimpleNamespace(out_of_process=False)]))
     with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):
         shared_memory.SharedMemoryTransport(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)
 

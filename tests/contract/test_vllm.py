@@ -17,12 +17,15 @@ from tests.conftest import skip_without_vllm
 from tests.contract.test_transports import Rank
 from tests.e2e import jobs
 from tests.engine_work import work_of
-from tests.rollout_adapters import CONFIG, EOS, PROMPT, own_logprobs, small_model
+from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, own_logprobs, small_model
 from verl.checkpoint_engine.endpoint import TransportSettings
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
+from verl.config import HFModelConfig
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
+from verl.models.load import build_config, load_causal_lm
 from verl.runtime.inline import InlineGroup
+from verl.trainer.ppo.rollout_setup import copied_inputs
 from verl.utils.errors import ConfigError, WorkerError
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
@@ -146,6 +149,18 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
         step(model)
         with pytest.raises(StaleWeightsError, match=r"first 64 of 128 rows of .*1.mlp.gate_up_proj"):
             asyncio.run(sync.publish(6))
+
+
+def test_overrides_of_the_models_configuration_reach_the_engine(folder: Path, opened: list[VLLMEngine]):
+    override = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rms_norm_eps": 0.5}
+    settings = HFModelConfig(path=str(folder), override_config=override)
+    oracle = load_causal_lm(folder, config=build_config(settings)[0])
+    letters_tokenizer().save_pretrained(folder)
+    opened.append(engine := VLLMEngine(copied_inputs(SMALL, settings, letters_tokenizer()).config, folder))
+    asyncio.run(engine.update_weights(oracle, 0))
+    [completion] = answer(engine, top_p=0.8, temperature=1.3)
+    expected = own_logprobs(oracle, completion.token_ids, temperature=1.3)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_statistics_are_reported_when_they_are_wanted(folder: Path, opened: list[VLLMEngine]):

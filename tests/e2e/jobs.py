@@ -15,9 +15,9 @@ from verl.trainer.main_ppo import run_ppo
 ARR = "actor_rollout_ref"
 
 
-def prepare(folder: Path, seed: int = 0, layers: int = 1) -> None:
+def prepare(folder: Path, seed: int = 0, layers: int = 1, hidden: int = 32) -> None:
     """A random model and a few rows under `folder`."""
-    make_model(folder / "model", CHARACTERS, seed, hidden=32, layers=layers)
+    make_model(folder / "model", CHARACTERS, seed, hidden, layers)
     problems = [Problem(a, b) for a in range(10, 14) for b in range(10, 14)]
     write_split(Split(problems[:12], problems[12:], problems[:4]), folder / "data")
     reward = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

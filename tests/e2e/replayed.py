@@ -8,10 +8,10 @@ from verl.data.trajectory import Trajectory
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
 from verl.rewards.base import Score
-from verl.trainer.ppo.trajectory_source import RolloutBatch
+from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 
 
-class RecordedArrivals:
+class RecordedArrivals(TrajectorySource):
     """What each `take` of the run in `folder` got, in the same order. Asks no engine."""
 
     epoch = 0

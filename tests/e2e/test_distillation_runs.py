@@ -51,7 +51,8 @@ def run(folder, monkeypatch):
             return record
 
         monkeypatch.setattr(PPOTrainer, "step", watched)
-        jobs.train(folder, name, *SHORT, "distillation.enabled=True", *overrides)
+        exact = f"{ARR}.ref.fsdp_config.dtype=float32"  # of the teachers too; auto is bfloat16 on a GPU
+        jobs.train(folder, name, *SHORT, "distillation.enabled=True", exact, *overrides)
         return batches, {number: row for number, row in jobs.metrics(folder, name).items() if number}
 
     return train

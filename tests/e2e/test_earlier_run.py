@@ -44,7 +44,8 @@ def assert_same_metrics(folder: Path, run: str) -> None:
     for step, metrics in found.items():
         assert wanted[step].keys() <= metrics.keys()
         for name in wanted[step]:
-            assert "mfu" in name or metrics[name] == pytest.approx(wanted[step][name], rel=1e-3, abs=1e-4), name
+            is_cost = "mfu" in name or "balanced" in name  # a prompt of several answers was computed for each of them
+            assert is_cost or metrics[name] == pytest.approx(wanted[step][name], rel=1e-3, abs=1e-4), name
 
 
 def test_a_run_with_a_critic_goes_on(folder: Path) -> None:

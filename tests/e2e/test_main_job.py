@@ -96,10 +96,10 @@ def test_rollout_and_trainer_agree_on_log_probs(folder: Path, capsys: pytest.Cap
 
 
 def test_leaving_out_the_old_log_prob_pass_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    from verl.trainer.ppo.trainer import PPOTrainer
+    from verl.trainer.ppo.old_logprobs import FromUpdate
 
     jobs.train(folder, "lean", "trainer.save_freq=6")
-    monkeypatch.setattr(PPOTrainer, "old_logprobs_are_redundant", lambda self, batch: False)
+    monkeypatch.setattr(FromUpdate, "update_repeats", lambda self, step: False)
     jobs.train(folder, "full", "trainer.save_freq=6")
     lean, full = (
         load_file(folder / run / "global_step_6" / "actor" / "huggingface" / "model.safetensors")

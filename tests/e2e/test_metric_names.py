@@ -1,4 +1,4 @@
-"""Every metric that a run logs is in the table of docs/metrics.md, and the page is the one that the table makes."""
+"""Every metric that a run logs is in the table, and docs/reference/metrics.md is the page that the table makes."""
 
 import ast
 import json
@@ -100,4 +100,4 @@ def test_a_name_has_one_meaning_and_an_unknown_one_none():
 
 
 def test_the_page_is_the_one_that_the_table_makes():
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page(), "run: make docs"
+    assert (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8") == page(), "run: make docs"

@@ -11,10 +11,8 @@ from verl.trainer.ppo.run_setup import build_run
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 
 
-class OtherSource:
-    """Has the attributes of the protocol and no other; counts its batches."""
-
-    __slots__ = ("_batches", "_inner")
+class OtherSource(TrajectorySource):
+    """Has what a source must have and nothing else; counts its batches."""
 
     def __init__(self, inner: TrajectorySource):
         self._inner, self._batches = inner, 0

@@ -11,7 +11,7 @@ from verl.algorithms.policy_filtration import draw, filtration_probabilities
 from verl.config.algorithm import PFPPOConfig
 from verl.data.random_streams import sequence_draws
 from verl.observe.ledger import read_ledger
-from verl.trainer.ppo import trainer
+from verl.trainer.ppo import old_logprobs
 from verl.workers.batch_dispatch import ShardDispatcher
 
 PPO = ("algorithm.adv_estimator=gae", "critic.fsdp.dtype=float32", "critic.optim.lr=1e-2", "trainer.save_freq=1")
@@ -60,7 +60,7 @@ def test_two_ranks_draw_the_same_sequences(folder: Path):
 def test_both_roles_are_updated_by_what_was_drawn_and_metrics_of_bypass_mode_are_of_all_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    compared, minis, mismatch, update = [], [], trainer.mismatch_metrics, ShardDispatcher.update
+    compared, minis, mismatch, update = [], [], old_logprobs.mismatch_metrics, ShardDispatcher.update
 
     def watched_metrics(batch, logprobs):
         compared.append((batch.num_tokens, bool((logprobs[batch["loss_mask"]] < 0).all())))
@@ -70,7 +70,7 @@ def test_both_roles_are_updated_by_what_was_drawn_and_metrics_of_bypass_mode_are
         minis.append(batch)
         return update(self, batch, *args)
 
-    monkeypatch.setattr(trainer, "mismatch_metrics", watched_metrics)
+    monkeypatch.setattr(old_logprobs, "mismatch_metrics", watched_metrics)
     monkeypatch.setattr(ShardDispatcher, "update", watched_update)
     rows = train(folder, "bypass", 1, "algorithm.rollout_correction.bypass_mode=True")
     batch = read_ledger(folder / "bypass" / "ledger", 1).batch

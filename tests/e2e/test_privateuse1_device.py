@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from tests.tiers import soak
 
+pytestmark = pytest.mark.slow
+
 TOASTER = Path(__file__).parent / "toaster"
 PROGRAM = """
     import sys

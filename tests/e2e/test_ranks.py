@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e import jobs
+from tests.tiers import slow
 from verl.observe.ledger import read_ledger
 
 ARR = jobs.ARR
@@ -59,7 +60,7 @@ def trained(folder: Path, run: str, role: str = "actor", step: int = STEPS) -> d
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", ["grpo", "ppo", *slow(list(JOBS)[2:])])
 def test_two_ranks_sample_and_learn_what_one_does(folder: Path, job: str):
     extra, on_two, roles = JOBS[job]
     jobs.train(folder, "one", *COMMON, *extra)
@@ -99,6 +100,7 @@ def assert_same_answers(folder: Path, steps: int) -> None:
         torch.testing.assert_close(one["rollout_logprobs"], two["rollout_logprobs"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_over_ranks_resumes_on_as_many_and_on_one(folder: Path):
     """Two ranks to step 1, two to step 2, one to step 3: what one rank makes of three steps."""
     schedule = f"{ARR}.actor.optim.total_training_steps={STEPS}"
@@ -112,17 +114,21 @@ def test_a_run_over_ranks_resumes_on_as_many_and_on_one(folder: Path):
         torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("spawned_ranks")  # whose command lines tell them from other processes
 def test_a_run_that_has_lost_a_rank_goes_on_as_if_it_had_not(folder: Path, capsys: pytest.CaptureFixture[str]):
     """The reward kills a rank while the others may sample, once, in the step after the second checkpoint."""
     deadly = f"""
-import multiprocessing
+import os, signal
 from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     folder = Path({str(folder)!r})
     if (folder / "lost" / "global_step_2").exists() and not (folder / "shot").exists():
         (folder / "shot").touch()
-        multiprocessing.active_children()[-1].kill()
+        children = Path(f"/proc/{{os.getppid()}}/task").glob("*/children")
+        started = [int(word) for file in children for word in file.read_text().split()]
+        ranks = [pid for pid in started if b"spawn_main" in Path(f"/proc/{{pid}}/cmdline").read_bytes()]
+        os.kill(max(ranks), signal.SIGKILL)
     return sum(c.isdigit() for c in solution_str) / 8
 """
     (folder / "deadly.py").write_text(deadly)

@@ -308,7 +308,7 @@ def test_pythons_and_numpys_generators_are_seeded_and_go_on_where_they_were(fold
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     body = "    return random.random() + numpy.random.rand() + torch.rand(()).item()\n"
     (folder / "reward.py").write_text(imports + signature + body)
-    ranks = ["trainer.runtime=processes", "trainer.val_before_train=False", EVERY_STEP]  # rewards are the driver's
+    ranks = ["trainer.runtime=processes", "trainer.val_before_train=False", EVERY_STEP]
     jobs.train(folder, "whole", *ranks, "trainer.total_training_steps=2")
     random.seed(5)
     jobs.train(folder, "parts", *ranks, *stopping(folder, 1))
@@ -322,6 +322,7 @@ def test_pythons_and_numpys_generators_are_seeded_and_go_on_where_they_were(fold
 NUM_KILLS = 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_a_run_killed_inside_its_saves_ends_like_one_that_never_was(folder: Path, background: bool):

@@ -115,14 +115,14 @@ def test_the_header_comes_before_the_libraries_and_the_summary_says_what_to_do_n
     assert done.returncode == 0, done.stderr
     lines = [line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("True ", "False "))]
     early, late = ([text for loaded, text in lines if loaded == when] for when in ("False", "True"))
-    assert early[0] == "run e2e/run: new" and [line.split()[0] for line in early[1:]] == [
+    assert early[0] == "run e2e/run: new" and [line.split()[0] for line in early[1:5]] == [
         "task", "model", "metrics", "checkpoints",
     ]  # fmt: skip
     assert "16k parameters" in early[2] and "the last step" in early[4]
     words = [line.split()[0] for line in late if line]
-    assert words[:3] == ["device", "rows", "steps"] and "12 prompts, 4 held out" in late[1]
+    assert words[:4] == ["device", "rows", "answers", "steps"] and "12 prompts, 4 held out" in late[1]
     closing = ("done", "validation", "training", "time", "folder", "model", "continue", "serve", "evaluate", "report")
-    assert set(closing) <= set(words[3:])
+    assert set(closing) <= set(words[4:])
     assert re.search(r"^step 2/2 \| .* 0s left$", done.stderr, re.MULTILINE)
     model = next(line for line in late if line.startswith("model")).split()[1]
     assert (folder / model / "model.safetensors").is_file()

@@ -18,6 +18,7 @@ from tests.e2e.test_async_runs import (
     kill_and_resume,
 )
 from tests.e2e.test_resume import assert_same_run, checkpoint_tensors, stopping
+from tests.tiers import slow
 from verl.config import load_config
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.observe.events import EventLog, read_events
@@ -125,7 +126,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path)
     assert found > 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, *slow([2])])
 def test_old_log_probs_are_scored_by_the_version_that_sampled_when_training_has_moved_on(folder: Path, ranks: int):
     """With top_p the rollout's log-probs are not used, in no part of a step. A resumed run goes on with what was
     scored."""
@@ -151,7 +152,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["in parts", *slow(["one step off"])])
 def test_a_killed_run_trains_every_prompt_once(folder: Path, mode: str):
     how = [*SEPARATE, *LONG[:3], *MODES[mode], "trainer.save_freq=1", "trainer.test_freq=-1"]
     kill_and_resume(folder, how)
@@ -161,7 +162,7 @@ def test_a_killed_run_trains_every_prompt_once(folder: Path, mode: str):
 def test_where_a_replica_is_killed_the_others_answer_and_every_prompt_is_trained_once(folder: Path):
     how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", f"{jobs.ARR}.rollout.n_gpus_per_node=2"]
     run = build_run(load_config(jobs.overrides(folder, "run", *how, "trainer.save_freq=-1")))
-    router = run.trainer.beside.collector.engine
+    router = run.trainer.source.collector.engine
 
     def kill_one() -> None:
         if run.trainer.global_step == 2:
@@ -182,6 +183,7 @@ def test_where_a_replica_is_killed_the_others_answer_and_every_prompt_is_trained
     assert_trained_once_or_dropped(folder / "run")
 
 
+@pytest.mark.slow
 def test_recorded_arrivals_over_the_tokens_of_the_ledger_give_the_same_weights(folder: Path):
     how = [f"{jobs.ARR}.actor.ppo_mini_batch_size=2", "trainer.save_freq=6", "trainer.test_freq=-1"]
     jobs.train(folder, "run", *how, *SEPARATE, *LONG[:3], "async_training.staleness_threshold=1.5")
@@ -211,6 +213,7 @@ def test_the_program_by_its_old_name_and_keys_runs(folder: Path):
         assert torch.equal(batch["old_logprobs"], batch["rollout_logprobs"])  # the preset's bypass mode
 
 
+@pytest.mark.slow
 def test_a_step_trains_on_each_mini_batch_as_soon_as_it_is_there(folder: Path):
     """Parts of a step give the weights of whole batches with the same mini-batches; the takes are apart in time."""
     how = [*SEPARATE, f"{jobs.ARR}.actor.ppo_mini_batch_size=2", "trainer.save_freq=3", "trainer.test_freq=-1"]

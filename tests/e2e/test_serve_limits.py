@@ -24,14 +24,15 @@ from aiohttp.test_utils import make_mocked_request
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
+from verl.commands.serve.callers import check_is_near
 from verl.commands.serve.request_body import RequestError
-from verl.commands.serve.server import OpenAIServer, ServerLimits, check_is_near
+from verl.commands.serve.server import OpenAIServer, ServerLimits
 from verl.config import load_config
 from verl.models.load import load_tokenizer
 from verl.trainer.ppo.rollout_setup import build_standalone_engine
 
 ARR = "actor_rollout_ref"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture
@@ -119,6 +120,17 @@ def test_who_has_no_key_is_refused(address: str):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=address, api_key="none", max_retries=0).models.list()
     assert health(address) == (200, {"status": "ok"})
+
+
+def test_a_foreign_host_origin_or_body_is_refused_before_it_is_read(address: str):
+    asked = json.dumps({"prompt": "1", "max_tokens": 2}).encode()
+    for headers, status in (
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Host": "localhost:1"}, 200),
+    ):
+        assert ask(address, asked, **headers)[0] == status, headers
 
 
 def health(address: str) -> tuple[int, dict[str, Any]]:

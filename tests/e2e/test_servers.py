@@ -101,11 +101,11 @@ def test_no_column_is_lost_and_what_parquet_cannot_hold_is_said_first(folder: Pa
     path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "level": 3}) + "\n")
     assert generate_answers.main(generation(folder)) == 0
     assert [r["level"] for r in pq.read_table(folder / "answers.parquet").to_pylist()] == [None, 3]
-    path.write_text(json.dumps({**row, "extra_info": {}}) + "\n")
+    path.write_text("".join(json.dumps({**row, "level": level}) + "\n" for level in (3, "three")))
     assert generate_answers.main(generation(folder)) == 2
     assert "cannot be written as parquet" in capsys.readouterr().err and not list(folder.glob("*.parts"))
     assert generate_answers.main(generation(folder, f"data.output_path={folder / 'a.jsonl'}")) == 0
-    assert json.loads((folder / "a.jsonl").read_text())["extra_info"] == {}
+    assert [json.loads(line)["level"] for line in (folder / "a.jsonl").read_text().splitlines()] == [3, "three"]
 
 
 def test_answers_to_parquet_rows_keep_the_types_of_their_columns(tmp_path: Path):
@@ -117,7 +117,7 @@ def test_answers_to_parquet_rows_keep_the_types_of_their_columns(tmp_path: Path)
     )
     pq.write_table(table, tmp_path / "rows.parquet")
     rows = FileRows([tmp_path / "rows.parquet"])
-    generate_answers.write_answers(rows, [0, 2], [["2"], ["3", "4"]], tmp_path / "answers.parquet")
+    generate_answers.write_answers(rows, [0, 2], {"responses": [["2"], ["3", "4"]]}, tmp_path / "answers.parquet")
     written = pq.read_table(tmp_path / "answers.parquet")
     assert written.drop_columns(["responses"]).schema.equals(rows.arrow_table().schema, check_metadata=True)
     assert written.drop_columns(["responses"]).to_pylist() == [rows[0], rows[2]]

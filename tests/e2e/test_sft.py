@@ -315,10 +315,26 @@ def test_ranks_share_a_batch_by_tokens_and_attention(folder: Path):
     assert sorted(shares) == [[6, 6, 6, 6], [16]]
 
 
-def test_keys_that_nothing_reads_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
-    train(folder, "run", "data.micro_batch_size_per_gpu=2", "checkpoint.async_save=True", "trainer.test_freq=4")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert said == ["warning: data.micro_batch_size_per_gpu was set, but nothing reads it in this run"]
+def test_keys_that_nothing_reads_are_named_before_the_first_step(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    line = "warning: data.micro_batch_size_per_gpu was set, but nothing reads it in this run"
+    keys = [
+        "data.micro_batch_size_per_gpu=2",
+        "checkpoint.async_save=True",
+        "optim.clip_grad=0.5",
+        "trainer.test_freq=4",
+    ]
+    train(folder, "run", *keys)
+    assert [said for said in capsys.readouterr().out.splitlines() if said.startswith("warning")] == [line]
+
+    def fails(trainer: SFTTrainer, progress: object) -> None:
+        raise DataError("the first step")
+
+    monkeypatch.setattr(SFTTrainer, "one_step", fails)
+    with pytest.raises(DataError, match="the first step"):
+        train(folder, "again", *keys)
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained(folder: Path):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.models.test_transformer import LENGTHS, MODELS, build, gradients, rows_and_direction, run_alone
 from tests.ranks import run_ranks
 from verl.commands.certify.float64 import keep_float64
-from verl.models.attention.sequence_attention import Packing
+from verl.models.attention.packing import Packing
 from verl.models.attention.ulysses import SplitPacking
 from verl.models.registry import check_sequence_parallel, make_packed, runs_packed
 

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.engine_cases import SHAPE, VOCABULARY
 from verl.commands.certify.float64 import keep_float64
 from verl.config.rollout import RolloutConfig
-from verl.models.attention.sequence_attention import Packing
+from verl.models.attention.packing import Packing
 from verl.models.registry import FAMILIES, Family, capability_table, make_packed, register_family, runs_packed
+from verl.plugin.library_versions import give_weights_one_dtype
 from verl.utils.errors import PluginError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -83,6 +84,7 @@ def build(name: str, changes: dict, dtype: torch.dtype = torch.float64, attentio
     torch.manual_seed(0)
     attention = "eager" if name == "bloom" else attention
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    give_weights_one_dtype(model, dtype)
     with torch.no_grad():  # biases, norms and sinks away from their neutral start
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -199,5 +201,5 @@ def test_a_user_adds_a_family_with_one_line(monkeypatch):
 
 
 def test_the_documented_table_is_that_of_the_registry():
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/train/models.md").read_text()
     assert capability_table() in page

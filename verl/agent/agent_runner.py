@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent import single_turn
+from verl.agent.interactions import load_interactions
 from verl.agent.llm_server import LLMServerClient
 from verl.agent.loop import (
     AGENT_LOOPS,
@@ -41,6 +42,7 @@ class AgentRunner:
         self.default_loop = rollout.agent.default_agent_loop
         self.configured_loops = load_agent_loops(rollout.agent.agent_loop_config_path)
         self.tools = load_tools(rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
+        load_interactions(rollout.multi_turn.interaction_config_path)
         self.loop_factory(self.default_loop)  # an unknown default loop or format fails before the run
         TOOL_PARSERS.get(rollout.multi_turn.format)
 
@@ -66,7 +68,8 @@ class AgentRunner:
         """Name of the loop for a row with this `agent_name`."""
         if agent_name:
             return agent_name
-        if self.config.actor_rollout_ref.rollout.multi_turn.enable and self.default_loop == single_turn.NAME:
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        if (turns.enable or turns.interaction_config_path) and self.default_loop == single_turn.NAME:
             return TOOL_AGENT
         return self.default_loop
 
@@ -135,7 +138,7 @@ class AgentRunner:
         what = f"agent loop {self.loop_name(row.agent_name)} on {row.location}"
         try:
             outputs = checked_outputs(await bounded_run(run(), server, rollout.agent.timeout_s, what), server)
-            return [output.to_trajectory(request_id, row.index, server.answers) for output in outputs]
+            return [output.to_trajectory(request_id, row.index, server.answers, sample) for output in outputs]
         except DataError as error:
             raise DataError(f"{what}: {error}") from error
 

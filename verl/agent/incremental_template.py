@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from verl.data.chat import Message
+from verl.data.chat import Message, end_marks, render_prompt
 from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_tool_marks
 from verl.utils.errors import ConfigError
 
@@ -33,14 +33,14 @@ class IncrementalTemplate:
     ):
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, list(tools), dict(template_kwargs or {})
         self.marks = control_marks(tokenizer)
-        candidates = [*end_token_ids, tokenizer.eos_token_id]
+        candidates = [*end_token_ids, tokenizer.eos_token_id, *end_marks(tokenizer)]
         self.end_token_ids = tuple(dict.fromkeys(int(i) for i in candidates if i is not None))
         self.end_texts = [str(tokenizer.convert_ids_to_tokens(i)) for i in self.end_token_ids]
 
     def initial_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the prompt, with the generation prompt at the end."""
+        """Token ids of the prompt, with the generation prompt or the beginning of the answer at the end."""
         shown, hidden = hide_tool_marks(messages, self.marks)
-        return encode_with_hidden_marks(self.render(shown, True), hidden, self.tokenize)
+        return encode_with_hidden_marks(render_prompt(shown, self._apply), hidden, self.tokenize)
 
     def appended_tokens(self, messages: Sequence[Message], answer_ids: Sequence[int] = ()) -> list[int]:
         """Token ids of `messages` (tool or user turns) after an answer, with the generation prompt at the end.
@@ -93,6 +93,9 @@ class IncrementalTemplate:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The whole conversation as text, rendered by the chat template."""
+        return self._apply(messages, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Sequence[Message], **how: Any) -> str:
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"conversations need a chat template, and the tokenizer {self.tokenizer.name_or_path!r} has no chat "
@@ -100,11 +103,7 @@ class IncrementalTemplate:
             )
         tools: Any = self.tools or None
         text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self.template_kwargs,
+            list(messages), tools=tools, tokenize=False, **how, **self.template_kwargs
         )
         assert isinstance(text, str)
         return text

@@ -4,6 +4,8 @@ A loop gets token ids only from `server_manager.generate` and the `ct_*` helpers
 unchanged and the response mask is exact.
 """
 
+import asyncio
+import functools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +49,7 @@ class AgentLoopOutput:
     reward_score: float | None = None  # set it to skip the reward function
     num_turns: int = 0
     metrics: AgentLoopMetrics | dict[str, float] = field(default_factory=AgentLoopMetrics)
+    tool_errors: list[tuple[str, str]] = field(default_factory=list)  # (tool, why) of each call whose tool failed
     extra_fields: dict[str, Any] = field(default_factory=dict)
     routed_experts: Any = None
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -55,9 +58,10 @@ class AgentLoopOutput:
         """The fields by name, `metrics` as a dictionary."""
         return asdict(self)
 
-    def to_trajectory(self, group_id: int, row: int, answers: Sequence[TokenOutput]) -> Trajectory:
-        """This output as a Trajectory. `answers` (all that the loop got) give the policy versions, and the log-probs
-        where `response_logprobs` is None. DataError where other tokens are marked as sampled, or lengths differ."""
+    def to_trajectory(self, group_id: int, row: int, answers: Sequence[TokenOutput], sample: int = -1) -> Trajectory:
+        """This output of conversation `sample`. `answers` (all that the loop got) give the policy versions, and the
+        log-probs where `response_logprobs` is None. DataError where other tokens are marked as sampled, or lengths
+        differ."""
         refuse_media(image_or_video=any((self.multi_modal_data or {}).values()), image_options=self.mm_processor_kwargs)
         if self.routed_experts is not None:
             raise DataError("an agent loop gives routed_experts; routing replay is still to come, leave it None")
@@ -78,6 +82,7 @@ class AgentLoopOutput:
             loss_mask=mask,
             rollout_logprobs=values * mask,
             group_id=group_id,
+            conversation=sample,
             row=row,
             reward=self.reward_score,
             policy_version=(min(versions, default=0), max(versions, default=0)),
@@ -85,6 +90,7 @@ class AgentLoopOutput:
             stop_reason=self.extra_fields.get("stop_reason", "stop" if reason == "completed" else reason),
             num_turns=self.num_turns,
             tool_rewards=self.extra_fields.get("tool_rewards"),
+            tool_errors=self.tool_errors,
             loop_timings=self.metrics if isinstance(self.metrics, dict) else asdict(self.metrics),
             loop_fields={
                 **{name: value for name, value in self.extra_fields.items() if name not in _FIELDS_WITH_A_PLACE},
@@ -119,7 +125,7 @@ def sampled_logprobs(
                 f"an agent loop marks response tokens {position} to {end - 1} as sampled, but the policy did not "
                 f"sample them: {span[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again "
                 "gives other ids), and mark everything else with 0 in response_mask "
-                "(docs/own_environment.md)"
+                "(docs/extend/own_environment.md)"
             )
         answer = unused.pop(match.answer)
         answer_logprobs = answer.log_probs or [0.0] * len(answer.token_ids)
@@ -190,6 +196,11 @@ class AgentLoopBase(ABC):
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
         self.tools = {tool.name: tool for tool in (tools.tools if tools else [])}
         self.incremental_template = make_incremental_template(self.config, tokenizer, list(self.tools.values()))
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop, whose `run_in_executor` takes what blocks."""
+        return asyncio.get_running_loop()
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> "AgentLoopOutput | list[AgentLoopOutput]":

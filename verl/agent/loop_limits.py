@@ -1,4 +1,4 @@
-"""What an agent loop of others may do: a limit on its own time, its ends as sentences, and what it may return."""
+"""Limits of a user's agent loop: a limit on its own time, its ends as sentences, and what it may return."""
 
 import asyncio
 import math
@@ -55,7 +55,7 @@ async def _explained(run: Awaitable[Any], server: LLMServerClient) -> Any:
 
 
 def checked_outputs(result: Any, server: LLMServerClient) -> list[AgentLoopOutput]:
-    """What a loop returned, as a list; DataError says what of it cannot be trained on."""
+    """The outputs of a loop, as a list; DataError names the one that cannot be trained on."""
     outputs = result if isinstance(result, list) else [result]
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise DataError(f"it returned {result!r:.200}, not AgentLoopOutput")

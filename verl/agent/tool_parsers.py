@@ -1,7 +1,7 @@
 """Parsers of tool calls in the text of an answer, one per format of a model family (`multi_turn.format`).
 
 No text is evaluated as code: arguments are JSON, or plain text that is converted to the type in the tool's schema. An
-unreadable call is passed on unchanged, so that the tool's error reply goes to the policy.
+unreadable call is passed on unchanged, so that the tool's error reply goes to the policy. Thinking holds no calls.
 """
 
 import json
@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.agent.tool_schemas import schema_dict
+from verl.agent.tool_schemas import json_types, schema_dict
+from verl.data.chat import THINKING_ENDS, THINKING_STARTS, Message, begun_answer
 from verl.utils.registry import Registry
 
 
@@ -24,13 +25,30 @@ class FunctionCall:
     tool_call_id: str | None = None
 
 
+ParameterTypes = dict[str, dict[str, tuple[str, ...]]]
 TOOL_PARSERS: Registry[type["ToolParser"]] = Registry("tool parser")
+
+_ANALYSIS = "<|channel|>analysis<|message|>"  # thinking of GPT-OSS; its end mark ends other messages, too
+_OPENED = re.compile(rf"(?:{THINKING_STARTS}|{re.escape(_ANALYSIS)})\s*$")
+
+
+def split_thinking(text: str, start_mark: str | None = None, end_mark: str | None = None) -> tuple[str, str, str]:
+    """(thinking, what may hold calls, thinking without an end): an answer in order. In a call such marks are text."""
+    begin = max((match.end() for match in re.finditer(THINKING_ENDS, text)), default=0)
+    in_call, calls = False, [re.escape(mark) for mark in (start_mark, end_mark) if mark]
+    for match in re.compile("|".join([*calls, THINKING_STARTS])).finditer(text, begin):
+        if match.group() in (start_mark, end_mark):
+            in_call = match.group() == start_mark
+        elif not in_call:
+            return text[:begin], text[begin : match.start()], text[match.start() :]
+    return text[:begin], text[begin:], ""
 
 
 class ToolParser(ABC):
     """Finds tool calls in sampled tokens. Register your own parser with `@ToolParser.register(name)`."""
 
     start_mark: str | None = None  # the text with which calls begin, where it is always the same
+    end_mark: str | None = None  # the text with which they end
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -57,6 +75,18 @@ class ToolParser(ABC):
         """
         return None
 
+    def begun_ids(self, messages: Sequence[Message], prompt_ids: Sequence[int]) -> list[int]:
+        """Tokens of what a prompt begins its answer with: a last message of the assistant, or the start of thinking."""
+        match = _OPENED.search(self.tokenizer.decode(list(prompt_ids[-16:])))  # enough to hold the mark
+        begun = begun_answer(messages) or (match.group() if match else "")
+        return list(self.tokenizer(begun, add_special_tokens=False)["input_ids"]) if begun else []
+
+    def spoken_ids(self, answer_ids: Sequence[int]) -> list[int]:
+        """The tokens to look for calls in: those of an answer, without its thinking."""
+        text = self.tokenizer.decode(list(answer_ids))
+        spoken = split_thinking(text, self.start_mark, self.end_mark)[1]
+        return list(answer_ids if spoken == text else self.tokenizer(spoken, add_special_tokens=False)["input_ids"])
+
     @abstractmethod
     async def extract_tool_calls(
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
@@ -71,26 +101,35 @@ class TextParser(ToolParser):
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(list(responses_ids))
-        return self.parse_text(text, parameter_types(tools))
+        thought, spoken, unfinished = split_thinking(text, self.start_mark, self.end_mark)
+        outside, calls = self.parse_text(spoken, parameter_types(tools))
+        space = spoken[: len(spoken) - len(spoken.lstrip())] if thought else ""
+        return f"{thought}{space}{outside}{unfinished}".rstrip() if thought or unfinished else outside, calls
+
+    def spoken_ids(self, answer_ids: Sequence[int]) -> list[int]:
+        return list(answer_ids)  # `extract_tool_calls` takes the thinking out
 
     @abstractmethod
-    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        """`text` without the calls, and the calls; `types`: JSON type of each parameter by tool."""
+    def parse_text(self, text: str, types: ParameterTypes) -> tuple[str, list[FunctionCall]]:
+        """`text` without the calls, and the calls; `types`: those of each parameter by tool."""
 
 
-def parameter_types(tools: Sequence[Any] | None) -> dict[str, dict[str, str]]:
+def parameter_types(tools: Sequence[Any] | None) -> ParameterTypes:
     """JSON types by tool and parameter, from schemas (objects or dictionaries)."""
-    types: dict[str, dict[str, str]] = {}
+    types: ParameterTypes = {}
     for tool in tools or ():
         function = schema_dict(tool)["function"]
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        types[function["name"]] = {name: str(value.get("type", "string")) for name, value in properties.items()}
+        parameters = function.get("parameters") or {}
+        properties = (parameters.get("properties") or {}).items()
+        types[function["name"]] = {name: json_types(value, parameters) or ("string",) for name, value in properties}
     return types
 
 
-def _parse_argument(text: str, kind: str) -> Any:
-    """A plain-text argument converted to JSON type `kind`; the text itself where that fails."""
-    if kind == "string":
+def _parse_argument(text: str, kinds: tuple[str, ...]) -> Any:
+    """A plain-text argument converted to the first of its JSON types that is not null; the text where that fails."""
+    if "null" in kinds and text.strip().lower() == "null":
+        return None
+    if next((kind for kind in kinds if kind != "null"), "") == "string":
         return text
     try:
         value = json.loads(text)
@@ -100,9 +139,9 @@ def _parse_argument(text: str, kind: str) -> Any:
         return {"true": True, "false": False}.get(text.strip().lower(), text)
 
 
-def _make_call(name: str, values: dict[str, str], types: dict[str, dict[str, str]]) -> FunctionCall:
+def _make_call(name: str, values: dict[str, str], types: ParameterTypes) -> FunctionCall:
     kinds = types.get(name, {})
-    arguments = {key: _parse_argument(value, kinds.get(key, "string")) for key, value in values.items()}
+    arguments = {key: _parse_argument(value, kinds.get(key, ("string",))) for key, value in values.items()}
     return FunctionCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
@@ -145,12 +184,12 @@ class TagParser(TextParser):
     start_mark: str
     end_mark: str
 
-    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+    def parse_text(self, text: str, types: ParameterTypes) -> tuple[str, list[FunctionCall]]:
         outside, pieces = extract_between(text, self.start_mark, self.end_mark)
         return outside, [call for piece in pieces for call in self.parse_block(piece.strip(), types)]
 
     @abstractmethod
-    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+    def parse_block(self, piece: str, types: ParameterTypes) -> list[FunctionCall]:
         """The calls between one pair of marks."""
 
 
@@ -163,7 +202,7 @@ class HermesParser(TagParser):
     def opening(self, name: str | None) -> str:
         return self.start_mark + '\n{"name": "' + (f'{name}", "arguments":' if name else "")
 
-    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+    def parse_block(self, piece: str, types: ParameterTypes) -> list[FunctionCall]:
         return [_parse_json_call(piece)]
 
 
@@ -176,7 +215,7 @@ class Qwen3CoderParser(TagParser):
     def opening(self, name: str | None) -> str:
         return f"{self.start_mark}\n<function=" + (f"{name}>\n" if name else "")
 
-    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+    def parse_block(self, piece: str, types: ParameterTypes) -> list[FunctionCall]:
         return [
             _make_call(
                 name,
@@ -210,7 +249,7 @@ class MiniMaxParser(TagParser):
     def opening(self, name: str | None) -> str:
         return f'{self.start_mark}\n<{self.tag_prefix}invoke name="' + (f'{name}">\n' if name else "")
 
-    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+    def parse_block(self, piece: str, types: ParameterTypes) -> list[FunctionCall]:
         calls = []
         for head, body in _named_blocks(piece, f"<{self.tag_prefix}invoke name=", f"</{self.tag_prefix}invoke>"):
             name = head.strip('"')
@@ -224,7 +263,7 @@ class MiniMaxParser(TagParser):
                 key, is_string = match.groups()
                 values[key] = _strip_frame_newlines(value)
                 if is_string:
-                    kinds[key] = "string" if is_string == "true" else "object"
+                    kinds[key] = ("string" if is_string == "true" else "object",)
             calls.append(_make_call(name, values, {name: kinds}))
         return calls
 
@@ -236,7 +275,7 @@ class DeepSeekV4Parser(MiniMaxParser):
     tag_prefix = "\uff5cDSML\uff5c"  # between two full-width bars
     start_mark, end_mark = f"<{tag_prefix}tool_calls>", f"</{tag_prefix}tool_calls>"
 
-    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+    def parse_text(self, text: str, types: ParameterTypes) -> tuple[str, list[FunctionCall]]:
         return super().parse_text(
             text.replace(f"{self.tag_prefix}function_calls>", f"{self.tag_prefix}tool_calls>"), types
         )
@@ -251,7 +290,7 @@ class GLMParser(TagParser):
     def opening(self, name: str | None) -> str:
         return self.start_mark + (f"{name}\n" if name else "")
 
-    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+    def parse_block(self, piece: str, types: ParameterTypes) -> list[FunctionCall]:
         values = {}
         for argument in extract_between(piece, "<arg_key>", "</arg_value>")[1]:
             key, _, value = argument.partition("</arg_key>")
@@ -263,14 +302,14 @@ class GLMParser(TagParser):
 class KimiParser(TextParser):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section (Kimi-K2)."""
 
-    start_mark = "<|tool_calls_section_begin|>"
+    start_mark, end_mark = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
     def opening(self, name: str | None) -> str:
         rest = f"{name}:0<|tool_call_argument_begin|>" if name else ""
         return f"{self.start_mark}<|tool_call_begin|>functions.{rest}"
 
-    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        outside, sections = extract_between(text, self.start_mark, "<|tool_calls_section_end|>", allow_unclosed=True)
+    def parse_text(self, text: str, types: ParameterTypes) -> tuple[str, list[FunctionCall]]:
+        outside, sections = extract_between(text, self.start_mark, self.end_mark, allow_unclosed=True)
         pieces = [p for s in sections for p in extract_between(s, "<|tool_call_begin|>", "<|tool_call_end|>")[1]]
         calls = []
         for head, mark, arguments in (piece.partition("<|tool_call_argument_begin|>") for piece in pieces):
@@ -285,7 +324,8 @@ class GPTOSSParser(TextParser):
     """`<|channel|>commentary to=functions.name … <|message|>{…}<|call|>` (the harmony format of GPT-OSS)."""
 
     call_pattern = re.compile(
-        r"(?:<\|start\|>assistant)?(?: ?to=functions\.(?P<early>[\w.-]+))?<\|channel\|>commentary"
+        re.escape(_ANALYSIS)
+        + r".*?(?:<\|end\|>|$)|(?:<\|start\|>assistant)?(?: ?to=functions\.(?P<early>[\w.-]+))?<\|channel\|>commentary"
         r"(?:\s+to=functions\.(?P<late>[\w.-]+))?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(?P<arguments>.*?)"
         r"(?:<\|call\|>|<\|end\|>|$)",
         re.DOTALL,
@@ -299,11 +339,11 @@ class GPTOSSParser(TextParser):
         call_id = self.tokenizer.convert_tokens_to_ids("<|call|>")
         return [call_id] if isinstance(call_id, int) and call_id != self.tokenizer.unk_token_id else []
 
-    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+    def parse_text(self, text: str, types: ParameterTypes) -> tuple[str, list[FunctionCall]]:
         calls, outside, position = [], [], 0
         for match in self.call_pattern.finditer(text):
             name = match["early"] or match["late"]
-            if name:  # a commentary without recipient is a preamble for the user
+            if name:  # a commentary without recipient is a preamble for the user, and an analysis is thinking
                 calls.append(FunctionCall(name, match["arguments"]))
                 outside.append(text[position : match.start()])
                 position = match.end()
@@ -314,15 +354,15 @@ class GPTOSSParser(TextParser):
 class Gemma4Parser(TextParser):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,number:3}<tool_call|>` (Gemma 4)."""
 
-    start_mark = "<|tool_call>"
+    start_mark, end_mark = "<|tool_call>", "<tool_call|>"
     string_pattern = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
     key_pattern = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
 
     def opening(self, name: str | None) -> str:
         return f"{self.start_mark}call:" + (f"{name}{{" if name else "")
 
-    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        outside, pieces = extract_between(text, self.start_mark, "<tool_call|>")
+    def parse_text(self, text: str, types: ParameterTypes) -> tuple[str, list[FunctionCall]]:
+        outside, pieces = extract_between(text, self.start_mark, self.end_mark)
         heads = (piece.strip().removeprefix("call:").partition("{") for piece in pieces)
         return outside, [FunctionCall(name.strip(), self._to_json(brace + body)) for name, brace, body in heads]
 
@@ -334,5 +374,5 @@ class Gemma4Parser(TextParser):
             texts.append(json.dumps(match.group(1), ensure_ascii=False))
             return f"\x00{len(texts) - 1}\x00"
 
-        keyed = self.key_pattern.sub(r'\1"\2":', self.string_pattern.sub(insert_placeholder, body))
+        keyed = self.key_pattern.sub(r'\1"\2":', self.string_pattern.sub(insert_placeholder, body.replace("\x00", "")))
         return re.sub(r"\x00(\d+)\x00", lambda match: texts[int(match.group(1))], keyed)

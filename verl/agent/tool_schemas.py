@@ -5,6 +5,7 @@ named ones (`items`, `anyOf`, `default` of a property, ...) are kept, so a model
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -173,6 +174,29 @@ def schema_dict(tool: Any) -> dict[str, Any]:
         return dict(tool)
     dumped: dict[str, Any] = tool.model_dump(exclude_unset=True, exclude_none=True)
     return dumped
+
+
+def json_types(schema: Any, root: Any) -> tuple[str, ...]:
+    """The JSON types that a schema allows, in its order; empty where it does not say. `root`: where `$ref` leads."""
+    found, waiting, seen = list[str](), deque([schema]), set[int]()
+    while waiting:
+        part = waiting.popleft()
+        if not isinstance(part, Mapping) or id(part) in seen:  # a reference may lead back
+            continue
+        seen.add(id(part))
+        if kinds := part.get("type"):
+            found += [*([kinds] if isinstance(kinds, str) else map(str, kinds)), *["null"] * bool(part.get("nullable"))]
+            continue
+        inner = [choice for name in ("anyOf", "oneOf", "allOf") for choice in part.get(name) or ()]
+        waiting.extendleft(reversed([*inner, _referenced(str(part.get("$ref", "")), root)]))
+    return tuple(found)
+
+
+def _referenced(pointer: str, root: Any) -> Any:
+    """The schema at a JSON pointer such as `#/$defs/Name`; None if there is none."""
+    for step in pointer.removeprefix("#/").split("/"):
+        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
 
 
 def _check_tool(raw: Any) -> None:

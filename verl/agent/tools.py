@@ -17,6 +17,7 @@ import yaml
 
 from verl.agent.tool_schemas import OpenAIFunctionToolSchema
 from verl.config.bounded_yaml import BoundedYAMLLoader
+from verl.config.special_files import refuse_special
 from verl.observe.tracing.spans import TOOL, span
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.external_code import load_module, load_object, user_traceback
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how often a running call is looked at
 DEFAULT_TIMEOUT = 60.0  # seconds one call may take
-_SAID_SLOW = "_said_slow"  # attribute of a tool of which it is said that it took too long; it may not be hashable
+_SAID = "_said"  # attribute of a tool with what is said of it already; it may not be hashable
 
 
 @dataclass
@@ -37,6 +38,7 @@ class ToolResponse:
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
+    failure: str | None = None  # why the tool failed, where this is the reply that says so
 
     def is_empty(self) -> bool:
         """Whether there is no text, image or video."""
@@ -101,9 +103,7 @@ class FunctionTool(BaseTool):
             result = await self.function(**parameters)
         else:
             result = await run_in_thread(self.function, parameters)
-        parts = result if isinstance(result, tuple) else (result,)
-        reward = float(parts[1]) if len(parts) > 1 else 0.0
-        return to_tool_response(parts[0]), reward, dict(parts[2]) if len(parts) > 2 else {}
+        return read_result(result)
 
 
 async def run_in_thread(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -132,13 +132,22 @@ async def run_in_thread(function: Callable[..., Any], parameters: dict[str, Any]
     return result
 
 
-def to_tool_response(value: Any) -> ToolResponse:
-    """`value` as a ToolResponse: a ToolResponse unchanged, text as text, any other value as JSON."""
-    if isinstance(value, ToolResponse):
-        if value.image or value.video:
-            raise ValueError("it returned images or videos; only text is supported so far")
-        return value
-    return ToolResponse(text=value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+def read_result(result: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """(response, reward, metrics) of what a tool returned; ValueError says what is wrong with it."""
+    if not isinstance(result, tuple):
+        result = (result if isinstance(result, ToolResponse) else str(result), None)
+    if not 2 <= len(result) <= 3 or not isinstance(result[0], str | ToolResponse):
+        raise ValueError(
+            f"it returned {result!r:.200}; a tuple must be (response, reward) or (response, reward, metrics), with a "
+            "text or a ToolResponse as its response"
+        )
+    response, reward, metrics = (*result, None)[:3]
+    response = ToolResponse(text=response) if isinstance(response, str) else response
+    if response.image or response.video:
+        raise ValueError("it returned images or videos; only text is supported so far")
+    if not math.isfinite(reward := float(0.0 if reward is None else reward)):
+        raise ValueError(f"its reward is {reward}; it must be finite")
+    return response, reward, dict(metrics or {})
 
 
 def function_schema(function: Callable[..., Any], name: str | None) -> dict[str, Any]:
@@ -168,8 +177,8 @@ def function_tool(
 ) -> Any:
     """`@function_tool`, `@function_tool("name")`, `@function_tool(schema=…, timeout=…)`: register a function as a tool.
 
-    `schema`: an OpenAIFunctionToolSchema or its dictionary. The function returns text, a JSON-serialisable value, a
-    ToolResponse, or a tuple (response[, reward[, metrics]]).
+    `schema`: an OpenAIFunctionToolSchema or its dictionary. The function returns text, a ToolResponse, or a tuple
+    (response, reward[, metrics]); the reply of any other object is its `str`.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +219,9 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
 def read_yaml(path: str, config_key: str) -> Any:
     """Content of the YAML file `path`, which is the value of `config_key`; its errors name both."""
     try:
-        loader = BoundedYAMLLoader(expand_home(path, config_key).read_text(encoding="utf-8"))
+        loader = BoundedYAMLLoader(
+            refuse_special(expand_home(path, config_key), config_key).read_text(encoding="utf-8")
+        )
         loader.name = f"{config_key}={path}"
         return loader.get_single_data()
     except OSError as error:
@@ -253,7 +264,10 @@ def _tools_from_yaml(path: str) -> list[BaseTool]:
 async def call_tool(
     tools: dict[str, BaseTool], name: str, arguments: str, create_kwargs: dict[str, Any], agent_data: Any = None
 ) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Run one tool call. Unknown tools, bad arguments, failures and timeouts become error replies with reward 0."""
+    """Run one tool call. Unknown tools, bad arguments, failures and timeouts become error replies with reward 0.
+
+    The response to a call whose tool raised or took too long says so as its `failure`.
+    """
     with span(name, TOOL, arguments=arguments) as traced:
         outcome = await _answered_call(tools, name, arguments, create_kwargs, agent_data)
         if traced is not None:
@@ -279,23 +293,29 @@ async def _answered_call(
         result, failure = await _within(seconds, _tool_outcome(tool, create_kwargs, parameters, agent_data))
         if failure is not None:
             raise failure
-        response, reward, metrics = result
-        if not math.isfinite(reward := float(reward or 0.0)):
-            raise ValueError(f"its reward is {reward}; it must be finite")
-        return to_tool_response(response), reward, dict(metrics or {})
+        return read_result(result)
     except _TooSlowError:
-        if _SAID_SLOW not in vars(tool):
-            vars(tool)[_SAID_SLOW] = True
-            logger.warning(
-                "tool %s took longer than its timeout of %g seconds with the arguments %.200s; the policy gets that as "
-                "the reply. The tool's `timeout` is the limit; this is said once", name, seconds, arguments,
-            )  # fmt: skip
-        return ToolResponse(text=f"Error: {name} took longer than {seconds:g} seconds"), 0.0, {}
+        _say_once(
+            tool, "slow", f"tool {name} took longer than its timeout of {seconds:g} seconds with the arguments "
+            f"{arguments:.200}; the policy gets that as the reply. The tool's `timeout` is the limit; this is said once"
+        )  # fmt: skip
+        failure = f"took longer than {seconds:g} seconds"
+        return ToolResponse(text=f"Error: {name} {failure}", failure=failure), 0.0, {}
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
             raise  # the run is over
-        text = user_traceback(error, frames=0).strip().splitlines()[-1].strip()
-        return ToolResponse(text=f"Error when executing {name}: {text}"), 0.0, {}
+        failure = user_traceback(error, frames=0).strip().splitlines()[-1].strip()
+        _say_once(
+            tool, "raised", f"tool {name} failed with the arguments {arguments:.200}; the policy gets the last line as "
+            f"the reply. tool_errors/{name} counts such calls; this is said once:\n{user_traceback(error)}"
+        )  # fmt: skip
+        return ToolResponse(text=f"Error when executing {name}: {failure}", failure=failure), 0.0, {}
+
+
+def _say_once(tool: BaseTool, what: str, text: str) -> None:
+    if what not in (said := vars(tool).setdefault(_SAID, set())):
+        said.add(what)
+        logger.warning("%s", text)
 
 
 class _TooSlowError(Exception):

@@ -32,7 +32,7 @@ def mark_smallest(values_M: Tensor, draws_M: Tensor, count: int, mask: Tensor) -
 
 
 def _count(share: float, tokens: int) -> int:
-    """That share of the tokens, but at least one unless it is 0."""
+    """The number of tokens in this share of them: at least one, unless the share is 0."""
     return max(int(share * tokens), 1) if share > 0 else 0
 
 

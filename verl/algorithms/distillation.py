@@ -36,7 +36,7 @@ class Divergence:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What the teacher gives."""
+        """The columns that the teacher gives."""
         return ("teacher_top_ids", "teacher_top_logprobs") if self.use_topk else ("teacher_logprobs",)
 
 
@@ -156,6 +156,6 @@ def check_distillation(config: DistillationLossConfig, actor: ActorConfig) -> li
     if config.loss_mode in KL_ESTIMATORS and KL_ESTIMATORS[config.loss_mode] is not kl_k1:
         return [
             f"{where}.loss_mode={config.loss_mode} as an advantage (use_policy_gradient=True) has a gradient that is "
-            "not that of a divergence; set loss_mode=k1"
+            f"not that of a divergence; set {where}.loss_mode=k1"
         ]
     return []

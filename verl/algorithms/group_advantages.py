@@ -1,7 +1,8 @@
 """Advantage estimators that compare the answers to one prompt: one advantage per sequence, on all its sampled tokens.
 
-Shapes: N sequences, T packed tokens. The score of a sequence is the sum of its token rewards. The returns equal the
-advantages. The baseline of a sequence that is alone in its group is 0.
+Shapes: C conversations of N sequences, T packed tokens. A conversation is one sequence, or the several outputs of an
+agent loop; its score is the mean of theirs, and the score of a sequence is the sum of its token rewards. The returns
+equal the advantages. The baseline of a conversation that is alone in its group is 0.
 """
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from verl.algorithms.advantage_registry import register_advantage
 from verl.algorithms.token_rewards import (
     group_mean_and_std,
-    group_numbers,
+    mean_per_conversation,
     on_sampled_tokens,
-    sequence_scores,
+    scored_conversations,
     whiten_sampled_tokens,
 )
 from verl.config import AlgorithmConfig
@@ -32,7 +33,8 @@ def grpo(batch: Batch, config: AlgorithmConfig, epsilon: float = STD_EPSILON) ->
     For several answers per prompt, scored as a whole; the usual choice without a critic. Source: arXiv 2402.03300,
     §4.1.2.
     """
-    return _on_tokens(_relative_to_group(sequence_scores(batch), group_numbers(batch), config, epsilon), batch)
+    scores, group, conversation = scored_conversations(batch)
+    return _on_tokens(_relative_to_group(scores, group, config, epsilon)[conversation], batch)
 
 
 def _relative_to_group(scores: Tensor, group: Tensor, config: AlgorithmConfig, epsilon: float = STD_EPSILON) -> Tensor:
@@ -52,7 +54,7 @@ def grpo_passk(batch: Batch, config: AlgorithmConfig, epsilon: float = STD_EPSIL
     Divided by the std of the group + `epsilon`, unless `norm_adv_by_std_in_grpo` is false. DataError: a group of one.
     For tasks in which one correct answer of several is enough. Source: arXiv 2503.19595, §3.
     """
-    scores, group = sequence_scores(batch), group_numbers(batch)
+    scores, group, conversation = scored_conversations(batch)
     sizes = torch.bincount(group)
     if bool((sizes < 2).any()):
         raise DataError(
@@ -66,7 +68,7 @@ def grpo_passk(batch: Batch, config: AlgorithmConfig, epsilon: float = STD_EPSIL
     leads = scores[best] - scores[second]
     if config.norm_adv_by_std_in_grpo:
         leads = leads / (group_mean_and_std(scores, group)[1][best] + epsilon)
-    return _on_tokens(torch.zeros_like(scores).index_copy(0, best, leads), batch)
+    return _on_tokens(torch.zeros_like(scores).index_copy(0, best, leads)[conversation], batch)
 
 
 def check_gdpo(config: AlgorithmConfig) -> None:
@@ -102,26 +104,37 @@ def gdpo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     For rewards of several parts: in their sum, different answers may look equal. Source: arXiv 2601.05242, §3.
     """
     check_gdpo(config)
-    columns, group = reward_parts_of_gdpo(config), group_numbers(batch)
-    total = torch.zeros(batch.num_sequences, dtype=torch.float64, device=group.device)
+    columns, (scores, group, conversation) = reward_parts_of_gdpo(config), scored_conversations(batch)
+    total = torch.zeros_like(scores)
     for column, weight in zip(columns, config.gdpo_reward_weights or [1.0] * len(columns), strict=True):
-        part = batch.require(column, "with_reward_columns").double().to(group.device)
-        total += weight * _relative_to_group(part, group, config)
-    advantages = whiten_sampled_tokens(total, batch)
+        part = batch.require(column, "with_reward_columns").to(group.device)
+        total += weight * _relative_to_group(mean_per_conversation(part, conversation), group, config)
+    advantages = whiten_sampled_tokens(total[conversation], batch)
     return advantages, advantages
 
 
-@register_advantage("rloo_vectorized")
 @register_advantage("rloo")
 def rloo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The score less the mean score of the other answers of the group, an unbiased baseline.
 
     For a few answers per prompt, where a group's own mean and deviation are rough. Source: arXiv 2402.14740, eq. 8.
     """
-    scores, group = sequence_scores(batch), group_numbers(batch)
+    scores, group, conversation = scored_conversations(batch)
     sizes = torch.bincount(group)[group]
     means, _ = group_mean_and_std(scores, group)
-    return _on_tokens((scores - means) * sizes / (sizes - 1).clamp(min=1), batch)
+    return _on_tokens(((scores - means) * sizes / (sizes - 1).clamp(min=1))[conversation], batch)
+
+
+@register_advantage("rloo_vectorized")
+def rloo_vectorized(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`rloo`, but 0 for an answer that is alone in its group, whose score `rloo` keeps.
+
+    For data in which some prompts lose all answers but one, which then teach nothing. Same source.
+    """
+    _, group, conversation = scored_conversations(batch)
+    advantages, _ = rloo(batch, config)
+    is_compared = on_sampled_tokens((torch.bincount(group)[group] > 1).double()[conversation], batch)
+    return advantages * is_compared, advantages * is_compared
 
 
 @register_advantage("opo")
@@ -129,24 +142,26 @@ def opo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The score less the mean of the group weighted by the number of sampled tokens: the baseline of least variance if
     each token adds as much to the gradient. For on-policy training (one mini-batch a step). Source: arXiv 2505.23585.
     """
-    scores, group = sequence_scores(batch), group_numbers(batch)
-    lengths = batch.sum_per_sequence(batch["loss_mask"].double())
+    scores, group, conversation = scored_conversations(batch)
+    lengths = torch.zeros_like(scores)
+    lengths.index_add_(0, conversation, batch.sum_per_sequence(batch["loss_mask"].double()))
     sizes = torch.bincount(group)
     totals = torch.zeros(2, len(sizes), dtype=torch.float64, device=scores.device)
     totals.index_add_(1, group, torch.stack([lengths * scores, lengths]))
     means = torch.where(sizes == 1, 0.0, totals[0] / totals[1].clamp(min=1))
-    return _on_tokens(scores - means[group], batch)
+    return _on_tokens((scores - means[group])[conversation], batch)
 
 
 @register_advantage("gpg")
 def gpg(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """(score - mean of the group) x N / (number of scores that are not 0): answers without reward do not dilute the
+    """(score - mean of the group) x C / (number of scores that are not 0): answers without reward do not dilute the
     gradient. For rewards that are mostly 0, with the policy loss gpg. Source: arXiv 2504.02546, §3.2; the paper counts
     the answers of groups with unequal scores instead.
     """
-    scores = sequence_scores(batch)
-    means, _ = group_mean_and_std(scores, group_numbers(batch))
-    return _on_tokens((scores - means) * len(scores) / torch.count_nonzero(scores).clamp(min=1), batch)
+    scores, group, conversation = scored_conversations(batch)
+    means, _ = group_mean_and_std(scores, group)
+    advantages = (scores - means) * len(scores) / torch.count_nonzero(scores).clamp(min=1)
+    return _on_tokens(advantages[conversation], batch)
 
 
 @register_advantage("reinforce_plus_plus_baseline")
@@ -156,7 +171,7 @@ def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> tuple
     For groups so small that dividing by the deviation of each, as grpo does, is unsteady. Source: arXiv 2501.03262,
     §3.2.
     """
-    scores = sequence_scores(batch)
-    means, _ = group_mean_and_std(scores, group_numbers(batch))
-    advantages = whiten_sampled_tokens(scores - means, batch)
+    scores, group, conversation = scored_conversations(batch)
+    means, _ = group_mean_and_std(scores, group)
+    advantages = whiten_sampled_tokens((scores - means)[conversation], batch)
     return advantages, advantages

@@ -93,7 +93,7 @@ def limited_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def losses_per_token(name: str, returned: Any, logprobs: Tensor) -> tuple[Tensor, TokenMetrics]:
-    """What the loss `name` returned; ConfigError if that is not one loss per token, which broadcasting would hide."""
+    """The values of the loss `name`; ConfigError unless they are one per token, since broadcasting would hide it."""
     losses = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
         received = (

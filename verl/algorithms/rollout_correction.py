@@ -2,7 +2,7 @@
 
 Shapes: N sequences, T packed tokens, M sampled tokens (loss_mask True). The log-ratio of a token is log p of the
 trained policy less log p of the rollout, at most ±20 nats. Weights: arXiv 1611.01224 and 2510.18855 (both limits);
-rejection of whole answers: docs/rollout_correction.md.
+rejection of whole answers: docs/train/rollout_correction.md.
 """
 
 from typing import NamedTuple

@@ -36,13 +36,14 @@ def gspo(
     return torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped, "ppo_kl": -log_ratio}
 
 
-@register_policy_loss("geo_mean", per_token=False, aggregation="seq-mean-token-mean")
+@register_policy_loss("geo_mean", per_token=False, aggregation="seq-mean-token-mean", multiplies_weights=True)
 def geo_mean(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
     """GMPO: -A x the geometric mean of the ratios of the sequence, A the mean advantage, averaged over sequences.
 
-    Each log-ratio is clipped to -clip_ratio_low ... clip_ratio_high where it would gain from going further.
+    Each log-ratio is clipped to -clip_ratio_low ... clip_ratio_high where it would gain from going further. Importance
+    weights multiply the loss by their geometric mean over the sequence.
     For a wide clip range (0.4): it is less sensitive than GRPO to single tokens with large ratios. Source: arXiv
     2507.20673, eq. 4.
     """
@@ -50,4 +51,6 @@ def geo_mean(
     bounded = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
     losses = -token_means(advantages, batch) * token_means(pessimistic, batch).exp()
+    if "rollout_is_weights" in batch:
+        losses = losses * token_means(batch["rollout_is_weights"].log(), batch).exp()
     return losses, {"pg_clipfrac": (pessimistic != log_ratio) & (sign != 0), "ppo_kl": -log_ratio}

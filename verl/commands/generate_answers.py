@@ -26,7 +26,7 @@ from verl.trainer.ppo.trajectory_source import first_failure
 from verl.utils.command_line import run_command
 from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 HELP = f"""{__doc__}
@@ -51,7 +51,7 @@ def run_generation(overrides: list[str]) -> int:
         print(f"answers: {generate(load_config(overrides))}")
         return 0
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        say_error("interrupted; the same command goes on where it stopped")
         return 130
 
 
@@ -86,15 +86,20 @@ def generate(config: RunConfig) -> Path:
         raise first_failure(failures) from None
     finally:
         engine.close()
-    write_answers(rows, [prompt.index for prompt in prompts], [answers[i] for i in range(len(prompts))], output)
+    columns: dict[str, list[Any]] = {config.data.reward_fn_key: [p.data_source for p in prompts]}
+    columns["responses"] = [answers[i] for i in range(len(prompts))]
+    write_answers(rows, [prompt.index for prompt in prompts], columns, output)
     journal.unlink()
     return output
 
 
-def write_answers(rows: FileRows, indices: list[int], answers: list[list[str]], output: Path) -> None:
-    """Write the rows at `indices`, each with its answers; other columns of parquet files keep their types."""
+def write_answers(rows: FileRows, indices: list[int], columns: dict[str, list[Any]], output: Path) -> None:
+    """Write the rows at `indices` with `columns`; other columns of parquet files keep their types."""
     table = rows.arrow_table()
-    merged = ({**rows[index], "responses": texts} for index, texts in zip(indices, answers, strict=True))
+    merged = (
+        {**rows[index], **dict(zip(columns, values, strict=True))}
+        for index, *values in zip(indices, *columns.values(), strict=True)
+    )
     if output.suffix == ".jsonl":
         atomic_write_text(output, "".join(json.dumps(row, default=str) + "\n" for row in merged))
         return
@@ -102,8 +107,10 @@ def write_answers(rows: FileRows, indices: list[int], answers: list[list[str]], 
     if table is None:
         write_table(list(merged), temporary)
     else:
-        others = table.drop_columns(["responses"]) if "responses" in table.column_names else table
-        pq.write_table(others.take(indices).append_column("responses", [answers]), temporary)
+        table = (table.drop_columns(["responses"]) if "responses" in table.column_names else table).take(indices)
+        for name in columns.keys() - set(table.column_names):
+            table = table.append_column(name, [columns[name]])
+        pq.write_table(table, temporary)
     temporary.replace(output)
 
 
@@ -171,13 +178,21 @@ async def answer_remaining(
 
 
 def write_table(rows: list[dict[str, Any]], target: Any) -> None:
-    """`rows` as parquet, with the union of their columns; ConfigError if parquet cannot hold them."""
+    """`rows` as parquet, with the union of their columns and null for empty objects; ConfigError if parquet cannot hold
+    them."""
     names = dict.fromkeys(name for row in rows for name in row)
     try:
-        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), target)
+        pq.write_table(pa.table({name: [_without_empty(row.get(name)) for row in rows] for name in names}), target)
     except pa.ArrowException as error:
         raise ConfigError(f"the rows cannot be written as parquet ({error}); end data.output_path in .jsonl") from error
 
 
+def _without_empty(value: Any) -> Any:
+    """The nested value with None for objects without keys, which parquet cannot hold."""
+    if isinstance(value, dict):
+        return {name: _without_empty(inner) for name, inner in value.items()} or None
+    return [_without_empty(inner) for inner in value] if isinstance(value, list) else value
+
+
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from verl.commands.parsers import merge_options
+from verl.config import HFModelConfig
 from verl.models import export
-from verl.models.load import read_config
+from verl.models.load import load_tokenizer, read_config
 from verl.models.tensor_file import write_tensors
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import expand_home, model_name, publish_directory
@@ -73,16 +74,18 @@ def write_merged_model(source: ShardFolder, model: PreTrainedModel, folder: Path
     plan = export.plan_export(model, {name: source.meta_tensors[full] for name, full in names.items()})
     try:
         shutil.copytree(folder / "huggingface", temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
+        _correct_generation_config(temporary)
+        _write_adapters(source, folder, temporary / ADAPTER)
         written = export.write_layers(
             plan, plan.own_layers(_read_tensors(source, names)), temporary, plan.wants_reload("auto")
         )
         if written.tensors:
             export.reload_export(plan, written.tensors, temporary, next(iter(source.meta_tensors.values())).dtype)
-        _write_adapters(source, folder, temporary / ADAPTER)
         publish_directory(temporary, target)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"--target_dir {target} could not be written: {error}; name another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return sum(len(file.tensors) for file in plan.files)
 
 
@@ -113,7 +116,7 @@ def check_same_tensors(source: ShardFolder, model: PreTrainedModel, other: Path)
 
 
 def saved_names_of_base_tensors(source: ShardFolder, model: PreTrainedModel) -> dict[str, str]:
-    """Of every tensor of the model, tied ones once, its name in `source`; CheckpointError where they do not fit."""
+    """Maps each tensor of the model, tied ones once, to its name in `source`; CheckpointError where they do not fit."""
     if source.meta_tensors and all(".lora_" in name for name in source.meta_tensors):
         raise CheckpointError(
             "the checkpoint holds LoRA adapters alone (checkpoint.save_lora_only=True), without the model they belong "
@@ -165,6 +168,23 @@ def _meta_model(folder: Path, is_value_model: bool, tied: bool) -> PreTrainedMod
         kind = getattr(transformers, names[0])
     with torch.device("meta"):
         return kind.from_config(config) if hasattr(kind, "from_config") else kind._from_config(config)
+
+
+def _correct_generation_config(folder: Path) -> None:
+    """Rewrites generation_config.json if it holds what `transformers` would refuse when the merged model is loaded, or
+    lacks the token that ends a trained answer."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        values = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path.name} of the checkpoint holds no settings ({error}); remove it there") from error
+    has_tokenizer = any((folder / name).is_file() for name in export.TOKENIZER_FILES)
+    tokenizer = load_tokenizer(HFModelConfig(path=str(folder))) if has_tokenizer else None
+    fitting = export.with_end_marks(export.fitting_generation_values(values), tokenizer)
+    if fitting != values:
+        path.write_text(json.dumps(fitting, indent=2) + "\n")
 
 
 def _write_adapters(source: ShardFolder, folder: Path, target: Path) -> None:

@@ -14,11 +14,12 @@ DATA_HELP = """Check the rows of a run before it trains on them: the arguments a
 
 Checked are rows that a run refuses, repeated prompts in and across the files, prompts that hold their answer, lengths
 against the limits, data sources without a scorer, gold answers that the reward rejects, and rows that need tools."""
-DATA_EPILOG = """  verl check-data data.train_files=train.parquet data.val_files=test.parquet \\
+DATA_EPILOG = """  verl check-data train.csv     prints the settings with which a run reads the file, and checks it
+  verl check-data data.train_files=train.parquet data.val_files=test.parquet \\
       actor_rollout_ref.model.path=DIR data.max_prompt_length=512 data.max_response_length=1024
 
 Exit code: 0 nothing that cannot be right (there may be warnings), 1 something is wrong, 2 the check cannot run.
-docs/check_data.md has the rules."""
+docs/rewards/check_data.md has the rules."""
 
 
 REWARD_HELP = """Check the reward of a run before a policy learns from it: the arguments are those of the run.
@@ -29,7 +30,7 @@ processes, where they must get the same scores. Time and memory of the calls are
 REWARD_EPILOG = """  verl check-reward data.train_files=train.parquet reward.custom_reward_function.path=my_reward.py
 
 Exit code: 0 nothing that cannot be right (there may be warnings), 1 something is wrong, 2 the check cannot run.
-A row costs about 25 calls, and a plain function 1,000 more for memory. docs/check_reward.md has the rules."""
+A row costs about 25 calls, and a plain function 1,000 more for memory. docs/rewards/check_reward.md has the rules."""
 
 
 def merge_main(argv: Sequence[str] | None = None) -> int:
@@ -101,12 +102,15 @@ def template_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def data_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of `verl check-data`, and the overrides among them."""
+    """The arguments of `verl check-data`, with the data `files` among them, and the overrides."""
     parser = argparse.ArgumentParser("verl check-data", description=DATA_HELP, epilog=DATA_EPILOG, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", default="check_data.html", help="the page to write (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=3, help="examples of a check to print (default: %(default)s)")
-    return parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    pairs = zip(["", *words], words, strict=False)  # a word behind an option is its value
+    options.files = [word for before, word in pairs if not ("=" in word or word[:1] in "-+~" or before[:2] == "--")]
+    return options, [word for word in words if word not in options.files]
 
 
 def reward_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from verl.observe.alerts import Timeline, alert_states
+from verl.observe.alerts import alert_states, past_steps
 from verl.observe.async_timeline import read_timeline
 from verl.observe.html_report import AnswerHistory, Profile, RunData, write_page
 from verl.observe.run_record import VALIDATION_SAMPLES, RunRecord, find_run
@@ -20,6 +20,7 @@ from verl.observe.trackers import format_number, read_metrics
 from verl.trainer.ppo.health import HealthCheck
 from verl.utils.errors import DataError, VerlError
 from verl.utils.paths import expand_home
+from verl.utils.process_end import say_error
 
 SCORES = ("critic/score/mean", "train/loss")
 EPILOG = """RUN is the folder of a run (trainer.default_local_dir), its metrics file, or <project>/<experiment>.
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return report(options.runs, options.out, max(1, options.every) if options.follow else 0)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -73,7 +74,7 @@ def default_path(record: RunRecord) -> Path:
 
 
 def read_run(record: RunRecord, page_folder: Path, is_followed: bool = False) -> RunData:
-    """What is on disk of a run now; DataError where it keeps no metrics.
+    """Reads what a run has on disk now; DataError where it keeps no metrics.
 
     Links to profiles start at `page_folder`. The time since the last step counts for the alerts of one `is_followed`.
     """
@@ -91,7 +92,7 @@ def read_run(record: RunRecord, page_folder: Path, is_followed: bool = False) ->
     idle_s = max(0.0, time.time() - record.metrics.stat().st_mtime) if goes_on else 0.0
     return replace(
         run,
-        alerts=alert_states(Timeline.of(metrics, replicas, idle_s)),
+        alerts=alert_states([*past_steps(metrics, replicas, idle_s)]),
         profiles=profiles_of(record.folder, metrics, page_folder),
         replicas=replica_points(replicas),
         timeline=read_timeline(record.folder),

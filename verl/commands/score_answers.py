@@ -32,6 +32,8 @@ usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.
 
   data.path                    parquet or JSON lines; a column `responses` holds one answer or a list of answers
   data.response_key, data.data_source_key, data.reward_model_key, data.prompt_key    other names of columns
+  data.answer_key              column with the ground truth, in place of reward_model.ground_truth
+  reward.scorer                math, gsm8k, exact or another built-in scorer, in place of that of each data source
   custom_reward_function.path, custom_reward_function.name    a compute_score of your own
 """
 RIGHT_ABOVE = 0.5  # without `acc`, a score above this counts as right
@@ -99,11 +101,11 @@ def read_scorable_answers(config: EvalConfig, reward: RewardConfig) -> Answers:
     with mistakes:
         if not config.data.path:
             raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
-        answers = read_answers(config, FileRows(config.data.path))
+        answers = read_answers(config)
     if answers is not None and function is None and reward.on_error == "stop":
         for source in dict.fromkeys(answers.sources):
             try:
-                find_scorer(source)
+                find_scorer(source, reward.scorer)
             except (NoScorerError, ConfigError) as error:
                 mistakes.add(DataError(f"{config.data.path}: {error}"))
     mistakes.raise_if_any("things keep these answers from being scored")
@@ -115,30 +117,39 @@ def score_all(inputs: list[RewardInput], reward: RewardConfig) -> list[Score]:
     """The scores, while a line on stderr says what is done."""
     with Progress() as progress:
         progress.stage("loading libraries")
-        from verl.rewards.reward_setup import built_in_reward, custom_reward  # torch, whose random state is guarded
+        from verl.rewards.reward_setup import function_reward  # torch
+        from verl.rewards.scoring_pool import end_scoring_processes
 
-        scorer = custom_reward(reward) if reward.custom_reward_function.path else built_in_reward(reward)
+        scorer = function_reward(reward)
         progress.stage("scoring")
         progress.count(f"{len(inputs):,} answers")
-        return asyncio.run(scorer.score(inputs))
+        try:
+            return asyncio.run(scorer.score(inputs))
+        finally:
+            end_scoring_processes()  # before an error is said, so that nothing of theirs comes after it
 
 
-def read_answers(config: EvalConfig, rows: FileRows) -> Answers:
-    """DataError names the first row that is not in the format."""
+def read_answers(config: EvalConfig) -> Answers:
+    """The answers of data.path; DataError names the first row that is not in the format."""
     data = config.data
+    rows, truth_key = FileRows(data.path or ""), data.answer_key or data.reward_model_key
     inputs, prompt_indices, sources = [], [], []
     for index in range(len(rows)):
         row, where = rows[index], rows.location(index)
-        for column in (data.response_key, data.data_source_key, data.reward_model_key):
-            if row.get(column) is None:
-                raise DataError(f"{where} has no column {column!r}; found: {', '.join(sorted(row))}")
-        responses, reward_model, extra = row[data.response_key], row[data.reward_model_key], row.get("extra_info") or {}
+        source = row.get(data.data_source_key) or data.data_source or rows.source(index, data.data_source_key)
+        fixes = {data.response_key: "data.response_key=COLUMN", truth_key: "data.answer_key=COLUMN"}
+        fixes |= {} if source else {data.data_source_key: "data.data_source=NAME"}
+        if lacking := [f"no column {name!r}: set {fix}" for name, fix in fixes.items() if row.get(name) is None]:
+            raise DataError(f"{where} has {'; '.join(lacking)}; found: {', '.join(sorted(row))}")
+        responses, reward_model, extra = row[data.response_key], row[truth_key], row.get("extra_info") or {}
         answers = [responses] if isinstance(responses, str) else responses
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
             raise DataError(f"{where}: {data.response_key} must be a text or a list of texts, found {responses!r:.80}")
-        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model or not isinstance(extra, dict):
-            raise DataError(f"{where}: {data.reward_model_key} must hold ground_truth, and extra_info be an object")
-        sources.append(str(row[data.data_source_key]))
+        reward_model = {"ground_truth": reward_model} if data.answer_key else reward_model
+        has_truth = isinstance(reward_model, dict) and ("ground_truth" in reward_model or "style" in reward_model)
+        if not has_truth or not isinstance(extra, dict):
+            raise DataError(f"{where}: {truth_key} must hold ground_truth, and extra_info be an object")
+        sources.append(str(source))
         try:
             messages = read_messages(row[data.prompt_key]) if row.get(data.prompt_key) is not None else []
         except ValueError as error:
@@ -148,7 +159,7 @@ def read_answers(config: EvalConfig, rows: FileRows) -> Answers:
                 RewardInput(
                     data_source=sources[-1],
                     solution_str=answer,
-                    ground_truth=reward_model["ground_truth"],
+                    ground_truth=reward_model.get("ground_truth"),
                     extra_info=extra,
                     prompt_str=str(messages[-1].get("content", "")) if messages else "",
                     where=where,
@@ -237,4 +248,4 @@ def mean(values: Sequence[Any]) -> float:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

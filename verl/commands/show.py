@@ -15,6 +15,7 @@ from verl.observe.ledger import LedgerStep, ledger_steps, read_ledger
 from verl.observe.run_record import RunRecord, find_run
 from verl.utils.errors import DataError, VerlError
 from verl.utils.paths import expand_home
+from verl.utils.process_end import say_error
 
 COLOUR_COLUMNS = {"advantage": "advantages", "logprob": "old_logprobs"}
 WHITE = "rgb(255,255,255)"  # the colour called white is grey in some terminals
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             step, chosen, load_run_tokenizer(record, options.tokenizer), options.color, open_train_rows(record)
         )
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     return 0
 

@@ -86,7 +86,12 @@ class ActorConfig(RoleConfig):
     use_kl_loss: bool = key(False, "Add kl_loss_coef x KL(policy, reference) to the loss.")
     kl_loss_coef: float = key(0.001, "Weight of the KL loss.", minimum=0, maximum=1e6)
     kl_loss_type: str = key("low_var_kl", "KL estimator of the loss.", choices=KL_CHOICES)
-    use_prefix_grouper: bool = key(False, "Compute the shared prompt of a group once in training.")
+    use_prefix_grouper: bool | str = key(
+        "auto",
+        "Compute the shared prompt of a group once; auto does where layers have full attention, on GPUs if a first "
+        "measurement says so.",
+        choices=(True, False, "auto"),
+    )
     use_torch_compile: bool = key(True, "Compile the elementwise operations of the output head on GPUs.")
     ulysses_sequence_parallel_size: int = key(
         1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", minimum=1

@@ -119,7 +119,9 @@ class RolloutCorrectionConfig(Section):
     """Importance weights and rejection for the gap between rollout and training log-probs."""
 
     rollout_is: str | None = key(None, "Importance weights; null is off.", choices=("token", "sequence"))
-    rollout_is_threshold: float | str = key(2.0, "Larger weights are cut to this; 'lo_hi' zeroes weights outside.")
+    rollout_is_threshold: float | str | None = key(
+        2.0, "Larger weights are cut to this; 'lo_hi' zeroes weights outside. null only without rollout_is."
+    )
     rollout_rs: str | None = key(
         None, "Comma list of rejection rules: token_, seq_sum_, seq_mean_, seq_max_ with k1, k2, k3."
     )
@@ -162,6 +164,15 @@ class RolloutCorrectionConfig(Section):
     def corrects(self) -> bool:
         """Whether a batch must be compared with the policy before it is trained on."""
         return self.weighs_loss or self.rollout_rs is not None
+
+    def check_thresholds(self) -> None:
+        """ConfigError where a threshold does not fit what it is for."""
+        self.rejection_rules()
+        if self.rollout_is is not None and self.rollout_is_threshold is None:
+            raise ConfigError(
+                f"algorithm.rollout_correction.rollout_is={self.rollout_is} needs rollout_is_threshold, which is null: "
+                "leave it out (2.0), or give the largest weight"
+            )
 
     def rejection_rules(self) -> list[RejectionRule]:
         """The rules of `rollout_rs` with their bounds; ConfigError where these do not fit."""

@@ -91,7 +91,7 @@ class AsyncTrainingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOfRunConfig(Section):
-    """What a run samples in all."""
+    """The number of answers that a run samples in all."""
 
     total_rollout_steps: int | None = key(
         None, "Prompts to train on in all, in whole steps, instead of trainer.total_training_steps.", minimum=1
@@ -125,27 +125,6 @@ def keeps_cache(config: "RunConfig") -> bool:
     return kept and is_asynchronous(config) and staleness(config) > 0
 
 
-def records_old_logprobs(config: "RunConfig") -> bool:
-    """Whether the log-probs that the rollout records are those of the trainer at the version that sampled a token: it
-    computes with the trainer's own weights, type and full vocabulary, and no keys and values of older weights."""
-    rollout = config.actor_rollout_ref.rollout
-    same_type = rollout.dtype in ("auto", config.actor_rollout_ref.actor.engine.get("dtype"))
-    unlimited = rollout.top_p == 1 and rollout.top_k in (-1, 0)
-    return rollout.name == "native" and same_type and unlimited and rollout.kv_cache_on_publish == "recompute"
-
-
-def scores_before_leaving(config: "RunConfig") -> bool:
-    """Whether the trainer scores what a version of the weights has sampled before it gives that version up, because
-    the rollout does not record the trainer's log-probs."""
-    bypassed = config.algorithm.rollout_correction.bypass_mode
-    return is_asynchronous(config) and staleness(config) > 0 and not bypassed and not records_old_logprobs(config)
-
-
-def keeps_published_weights(config: "RunConfig") -> bool:
-    """Whether it keeps the published weights beside those that it trains, to score by them."""
-    return config.trainer.v1.trainer_mode == SEPARATE and scores_before_leaving(config)
-
-
 def check_asynchronous(config: "RunConfig") -> None:
     """ConfigError for settings that have no effect in a synchronous run, or would give wrong old log-probs."""
     if not is_asynchronous(config):
@@ -153,7 +132,7 @@ def check_asynchronous(config: "RunConfig") -> None:
             if value := config.async_training[name]:
                 raise ConfigError(
                     f"async_training.{name}={value:g} has no effect with trainer.v1.trainer_mode=sync; set "
-                    f"trainer_mode={COLOCATED} or {SEPARATE}, or leave it out"
+                    f"trainer.v1.trainer_mode={COLOCATED} or {SEPARATE}, or leave it out"
                 )
         return
     _check_devices(config)
@@ -181,7 +160,7 @@ def _check_devices(config: "RunConfig") -> None:
         raise ConfigError(
             f"trainer.v1.trainer_mode={COLOCATED} trains and samples on the same devices, and the rollout has its own "
             f"(actor_rollout_ref.hybrid_engine={arr.hybrid_engine}, rollout.nnodes={arr.rollout.nnodes}); set "
-            f"trainer_mode={SEPARATE}, or hybrid_engine=True and nnodes=0"
+            f"trainer.v1.trainer_mode={SEPARATE}, or actor_rollout_ref.hybrid_engine=True and rollout.nnodes=0"
         )
     if mode == SEPARATE and not own:
         raise ConfigError(
@@ -194,7 +173,7 @@ def _check_devices(config: "RunConfig") -> None:
         if steps * mini != batch:
             raise ConfigError(
                 f"{name}={steps} x actor.ppo_mini_batch_size={mini} is not data.train_batch_size={batch}, the prompts "
-                f"of a publish; set train_batch_size={steps * mini}, or leave {name} out"
+                f"of a publish; set data.train_batch_size={steps * mini}, or leave {name} out"
             )
 
 

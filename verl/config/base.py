@@ -5,7 +5,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from verl.config.extra import EXTRA, Extra
@@ -50,8 +50,16 @@ def default_of(item: Field) -> Any:
     return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
+@dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of all sections. Keys are attributes; `section["key"]` and `.get` are for code that expects a mapping."""
+    """Base of all sections. Keys are attributes; `section["key"]` and `.get` are for code that expects a mapping.
+
+    `extra` holds keys of the user's own, which are attributes of the section too.
+    """
+
+    extra: dict[str, Any] = field(
+        default_factory=dict, repr=False, metadata={"doc": "", "choices": (), "sibling": "", "bounds": (None,) * 3}
+    )
 
     def __init_subclass__(cls) -> None:
         """Annotate keys so that `OmegaConf.structured(cls)` works too: it knows no unions with lists, and checks None.
@@ -67,7 +75,7 @@ class Section:
                 cls.__annotations__[name] = Annotated[hint | None, hint]
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
+        for item in fields(self):
             source = item.metadata.get("sibling")
             if source and self.__dict__[item.name] is None:
                 value = self.__dict__[source]
@@ -93,7 +101,7 @@ class Section:
         return getattr(self, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.__dataclass_fields__ or name in self.__dict__.get(EXTRA, ())  # type: ignore[attr-defined]
+        return name in self.__dataclass_fields__ or name in self.__dict__.get(EXTRA, ())
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of key `name`, or `default` where the section has no such key."""
@@ -123,7 +131,7 @@ def accepts_keywords(**renamed: str) -> Callable[[S], S]:
             for name, value in kept.items():
                 object.__setattr__(self, name, value)
 
-        cls.__init__ = __init__  # type: ignore[assignment]
+        cls.__init__ = __init__  # type: ignore[method-assign]
         return cls
 
     return decorate
@@ -147,8 +155,14 @@ def record_reads(on: bool) -> None:
         _reads.clear()
         Extra.record = _reads
         Section.__getattribute__ = _recording_getattribute  # type: ignore[method-assign, assignment]
-    elif "__getattribute__" in Section.__dict__:
+    else:
+        record_own_reads()
         Extra.record = None
+
+
+def record_own_reads() -> None:
+    """From now on record reads of the users' own keys alone, which costs nothing elsewhere."""
+    if "__getattribute__" in Section.__dict__:
         del Section.__getattribute__
 
 

@@ -270,13 +270,13 @@ def _check_algorithm(config: RunConfig) -> None:
     if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae":
         raise ConfigError(
             "algorithm.use_pf_ppo=True draws answers again for the estimator gae only, and algorithm.adv_estimator="
-            f"{algorithm.adv_estimator}; set adv_estimator=gae, or use_pf_ppo=False"
+            f"{algorithm.adv_estimator}; set algorithm.adv_estimator=gae, or algorithm.use_pf_ppo=False"
         )
     _check_filter_groups(config)
     _check_reward_weights(config)
     check_reward_model(config.reward)
     correction, where = algorithm.rollout_correction, "algorithm.rollout_correction"
-    correction.rejection_rules()
+    correction.check_thresholds()
     if actor.policy_loss.loss_mode == "bypass_mode" and not correction.bypass_mode:
         raise ConfigError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode needs {where}.bypass_mode=True, which takes "

@@ -21,13 +21,20 @@ class DataConfig(Section):
     """Where prompts come from and how many are used per step."""
 
     train_files: str | list[str] = key(
-        "~/data/rlhf/gsm8k/train.parquet", "Training rows: parquet, json or jsonl files."
+        "~/data/rlhf/gsm8k/train.parquet",
+        "Training rows: parquet, json(l) or csv files, patterns, folders of shards, "
+        "or org/name:split of the local Hub cache.",
     )
-    val_files: str | list[str] | None = key("~/data/rlhf/gsm8k/test.parquet", "Validation rows; null is no validation.")
+    val_files: str | list[str] | None = key(None, "Validation rows, likewise; null is no validation.")
     train_max_samples: int = key(-1, "Rows used for training; -1 is all.")
     val_max_samples: int = key(-1, "Rows used for validation; -1 is all.")
     tokenizer: str | None = key(None, "Folder of another tokenizer; null is the model's.")
-    prompt_key: str = key("prompt", "Column with the chat messages.")
+    prompt_key: str = key("prompt", "Column with the chat messages, or with a text, which is one user message.")
+    answer_key: str | None = key(None, "Column with the ground truth; null is reward_model.ground_truth.")
+    system_prompt: str | None = key(None, "System message of the prompts that have none.")
+    data_source: str | None = key(
+        None, "Data source of rows that name none; null is the file's name where the file has no such column."
+    )
     reward_fn_key: str = key("data_source", "Column that selects the scorer and groups validation metrics.")
     image_key: str = key("images", "Column with images (not supported yet: rows with images are refused).")
     video_key: str = key("videos", "Column with videos (not supported yet: rows with videos are refused).")
@@ -63,8 +70,10 @@ class DataConfig(Section):
 class SFTDataConfig(Section):
     """Conversations for supervised fine-tuning."""
 
-    train_files: str | list[str] = key("~/data/gsm8k/train.parquet", "Training rows: parquet, json or jsonl files.")
-    val_files: str | list[str] | None = key(None, "Validation rows.")
+    train_files: str | list[str] = key(
+        "~/data/gsm8k/train.parquet", "Training rows: files, patterns, folders of shards, or org/name:split."
+    )
+    val_files: str | list[str] | None = key(None, "Validation rows, likewise.")
     train_max_samples: int = key(-1, "Rows used for training; -1 is all.")
     val_max_samples: int = key(-1, "Rows used for validation; -1 is all.")
     train_batch_size: int = key(256, "Sequences per optimiser step, over all devices.", minimum=1)
@@ -72,6 +81,9 @@ class SFTDataConfig(Section):
     use_dynamic_bsz: bool = key(True, "Fill micro-batches up to a token budget.")
     max_token_len_per_gpu: int = key(8192, "Tokens per forward and backward pass on one device.", minimum=1)
     messages_key: str = key("messages", "Column with the conversation.")
+    prompt_key: str = key("prompt", "Column with the prompt, of rows without a conversation.")
+    answer_key: str | None = key(None, "Column with the answer to prompt_key; null is messages_key, else response.")
+    system_prompt: str | None = key(None, "System message of the conversations that have none.")
     tools_key: str = key("tools", "Column with tool schemas.")
     enable_thinking_key: str = key("enable_thinking", "Column with the chat template's thinking switch.")
     enable_thinking_default: bool | None = key(None, "Its value in rows without that column; null passes none.")

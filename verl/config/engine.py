@@ -51,7 +51,7 @@ class EngineConfig(Section):
 def engine_section(owner: Section, strategy: str) -> EngineConfig:
     """The section of `owner` that configures the engine of `strategy`: FSDP's where no section is made for it."""
     wanted = _CLASSES.get(strategy, FSDPEngineConfig)
-    for item in fields(owner):  # type: ignore[arg-type]
+    for item in fields(owner):
         if item.metadata.get("section") is wanted:
             engine: EngineConfig = getattr(owner, item.name)
             return engine
@@ -85,7 +85,7 @@ class WrapPolicyConfig(Section):
 class FSDPEngineConfig(EngineConfig):
     """The FSDP engine, from one device to many."""
 
-    strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP; no difference on one rank.")
+    strategy: str = key("fsdp2", "fsdp2, or fsdp, an alias of it; no difference on one rank.")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
     optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")

@@ -13,6 +13,8 @@ class EvalDataConfig(Section):
 
     path: str | None = key(None, "Data file with a column of answers (a text or a list of texts per row); required.")
     prompt_key: str = key("prompt", "Column of prompts.")
+    answer_key: str | None = key(None, "Column with the ground truth; null is that of reward_model_key.")
+    data_source: str | None = key(None, "Data source of rows that name none; null is the file's name.")
     response_key: str = key("responses", "Column of answers.")
     data_source_key: str = key("data_source", "Column that selects the scorer and groups the metrics.")
     reward_model_key: str = key("reward_model", "Column whose `ground_truth` answers are compared with.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import foreign_keys, schema
 from verl.config.algorithm import correction_presets
+from verl.config.extra import is_extra
 from verl.config.load import load_config, parse_command_line
 from verl.config.no_effect import value_at
 from verl.config.preference import DPOConfig, RewardModelConfig
@@ -14,7 +15,7 @@ from verl.config.run_config import RunConfig
 from verl.config.run_name import DATED
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
 from verl.utils.suggest import did_you_mean
 
 PAGE = Path("docs/reference/config.md")
@@ -25,10 +26,25 @@ ROOTS = {
     "dpo_trainer": DPOConfig,
     "reward_trainer": RewardModelConfig,
 }
+PRESET_OF_VERB = {"train": "ppo_trainer", "sft": "sft_trainer", "dpo": "dpo_trainer", "reward-model": "reward_trainer"}
+ORDINARY_WORDS = {
+    **dict.fromkeys(("bf16", "fp16", "fp32", "bfloat16", "precision", "mixed precision"), ("dtype",)),
+    **dict.fromkeys(("grad clip", "gradient clipping", "max grad norm"), ("clip_grad",)),
+    "learning rate": ("lr",),
+    **dict.fromkeys(("max length", "max len", "sequence length", "context length"), ("_length", "model_len")),
+    **dict.fromkeys(("batch size", "batchsize"), ("batch_size", "use_dynamic_bsz")),
+    **dict.fromkeys(("epochs", "number of epochs"), ("epoch",)),
+    **dict.fromkeys(("beta", "kl coefficient"), ("kl_coef", "kl_loss_coef", "beta")),
+    **dict.fromkeys(("gpus", "number of gpus"), ("n_gpus", "nnodes", "num_replicas")),
+    **dict.fromkeys(("wandb", "tensorboard", "tracker"), ("logger",)),
+    **dict.fromkeys(("checkpoint", "save"), ("save_", "ckpt", "resume", "local_dir")),
+    **dict.fromkeys(("scheduler", "lr schedule"), ("lr_scheduler_type", "warmup", "min_lr")),
+}
+"""What people say -> parts of the last names of the keys that are meant."""
 USAGE = """verl config explain KEY [KEY ...]        what a key means, its type, default and origin of the default
 verl config explain WORD                 the keys that contain a word, in their name or meaning
-verl config print [key=value ...]        the resolved configuration, with the origin of every value
-    --config-name sft_trainer            the configuration of fine-tuning; dpo_trainer, reward_trainer: of preferences
+verl config print [VERB] [key=value ...] the resolved configuration, with the origin of every value
+                                         VERB: train, or sft, dpo, reward-model, also after explain
     --changed                            only what differs from the defaults
 verl config markdown                     the text of docs/reference/config.md"""
 
@@ -44,9 +60,10 @@ DIFFERENT_DEFAULTS = (
     ("*rollout.tensor_model_parallel_size", "2", "1", "one device"),
     ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "a run must choose its model"),
     ("*fsdp_config.dtype, *fsdp.dtype, engine.dtype, *rollout.dtype", "bfloat16", "auto", "exact on a CPU"),
-    ("*.strategy", "fsdp", "fsdp2", "fsdp is the original FSDP; critic.strategy follows the actor's"),
+    ("*.strategy", "fsdp", "fsdp2", "fsdp is an alias of fsdp2; critic.strategy follows the actor's"),
     ("actor_rollout_ref.model.lora.merge", "false", "null: false with vllm", "SGLang takes merged weights alone"),
     ("*checkpoint.save_contents", "without hf_model", "with hf_model", "the result loads in transformers"),
+    ("*.use_prefix_grouper", "false", "auto", "a group's prompt needs to be computed once only"),
     ("*.use_dynamic_bsz", "false", "true where no micro-batch size is set", "a run starts without one"),
     ("*.ppo_mini_batch_size", "256", "256, or data.train_batch_size when smaller", "a small batch needs one key"),
     ("*.clip_ratio_low, *.clip_ratio_high", "0.2", "clip_ratio", "clip_ratio then has an effect"),
@@ -55,6 +72,12 @@ DIFFERENT_DEFAULTS = (
         "read nowhere",
         "used without gradient",
         "the guides tell users to set it",
+    ),
+    (
+        "data.val_files",
+        "~/data/rlhf/gsm8k/test.parquet",
+        "null: no validation",
+        "no run reads a file that nobody named",
     ),
     ("data.enable_thinking_default", "none", "null", "no value is passed to the template"),
 )
@@ -73,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"unknown command 'verl config {verb}'; {did_you_mean(verb, verbs)}")
         return verbs[verb](rest)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
 
 
@@ -82,8 +105,14 @@ def explain(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
-    for path in arguments:
-        roots = [root for root in ROOTS.values() if foreign_keys.classify(path, root).kind != "unknown"]
+    tables, paths = list(ROOTS.values()), list(arguments)
+    if paths[0] in PRESET_OF_VERB and len(paths) > 1:
+        tables.insert(0, ROOTS[PRESET_OF_VERB[paths.pop(0)].replace("ppo_trainer", "main_ppo")])
+    if len(paths) > 1 and (lines := keys_with_word(" ".join(paths))):
+        print("\n".join(lines))
+        return 0
+    for path in paths:
+        roots = [root for root in tables if foreign_keys.classify(path, root).kind != "unknown"]
         if not roots and (lines := keys_with_word(path)):
             print("\n".join(lines))
             continue
@@ -94,23 +123,28 @@ def explain(arguments: Sequence[str]) -> int:
 
 
 def keys_with_word(word: str) -> list[str]:
-    """A line for each key with `word` in its path or meaning, those of fine-tuning marked; none for a dotted path."""
-    lines = []
+    """A line for each key that `word` names, in its path or meaning or as people say it, those of fine-tuning marked;
+    none for a dotted path.
+    """
+    lines, plain = [], word.lower().replace("_", " ").replace("-", " ")
     for command, root in ROOTS.items():
         mark = "" if root is RunConfig else f" ({command})"
         for path, key in keys_without_inherited(root).items():
-            if "." not in word and word.lower() in f"{path} {key.doc}".lower():
+            text = f"{path} {key.doc}".lower().replace("_", " ")
+            names = text if plain not in ORDINARY_WORDS else path.rpartition(".")[2]
+            wanted = ORDINARY_WORDS.get(plain, (plain,))
+            if "." not in word and any(part in names for part in wanted):
                 lines.append(f"{path}{mark}: {key.doc}")
     return lines
 
 
 def keys_without_inherited(root: type) -> dict[str, schema.Key]:
-    """The keys of a root class; of those that extend SFTConfig, the keys that differ from it."""
+    """The documented keys of a root class; of those that extend SFTConfig, the keys that differ from it."""
     shared = schema.keys(SFTConfig) if issubclass(root, SFTConfig) and root is not SFTConfig else {}
     return {
         path: key
         for path, key in schema.keys(root).items()
-        if path not in shared or key.default != shared[path].default
+        if key.doc and (path not in shared or key.default != shared[path].default)
     }
 
 
@@ -127,7 +161,7 @@ def describe(path: str, root: type) -> list[str]:
         return [f"{path}: refused: {text}"]
     key = schema.owning_key(path, root)
     if key is None:
-        inside = [f"  {known}: {key.doc}" for known, key in schema.keys(root).items() if known.startswith(path + ".")]
+        inside = [f"  {p}: {key.doc}" for p, key in schema.keys(root).items() if p.startswith(path + ".") and key.doc]
         presets = preset_lines() if path == CORRECTION else []
         return [f"{path}: section; {schema.sections(root)[path].__doc__}", *inside, *presets]
     lines = [f"{path}: {key.doc}", f"  type      {schema.type_name(key.type)}", f"  default   {default_text(key)}"]
@@ -191,12 +225,15 @@ def aliases_of(path: str, root: type) -> list[str]:
 def print_config(arguments: Sequence[str]) -> int:
     """Print every key with its value and the origin of the value."""
     only_changed = "--changed" in arguments
-    command_line = parse_command_line([a for a in arguments if a != "--changed"], "ppo_trainer", USAGE)
-    config = load_config(command_line.overrides, command_line.config_name, command_line.config_dir)
+    words = [word for word in arguments if word != "--changed"]
+    preset = PRESET_OF_VERB[words.pop(0)] if words and words[0] in PRESET_OF_VERB else "ppo_trainer"
+    parse_command_line(words, preset, USAGE)  # answers --help
+    config = load_config(words, preset)
     root: type = type(config)
-    for path in schema.keys(root):
+    for path, key in schema.keys(root).items():
         origin = config._origins[path]
-        if not (only_changed and (origin in ("default", DATED) or origin.startswith("follows "))):
+        is_as_before = origin in ("default", DATED) or origin.startswith("follows ")
+        if not is_as_before or not (only_changed or not key.doc):
             print(f"{path}={format_value(value_at(config, path))}  # {origin}")
     return 0
 
@@ -235,6 +272,7 @@ def reference_page() -> str:
 
 def _section_lines(path: str, cls: type, root: type) -> list[str]:
     keys = [key for key in keys_without_inherited(root).values() if key.path.rpartition(".")[0] == path]
+    keys.sort(key=lambda key: is_extra(key.path))
     if not keys:
         return []
     doc = (cls.__doc__ or "").strip()
@@ -268,4 +306,4 @@ def _foreign_lines(root: type) -> list[str]:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

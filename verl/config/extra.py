@@ -9,6 +9,11 @@ from verl.utils.suggest import did_you_mean
 EXTRA = "extra"  # name of the section
 
 
+def is_extra(path: str) -> bool:
+    """Whether `path` is the open section of a section, where users keep keys of their own."""
+    return path.rpartition(".")[2] == EXTRA
+
+
 class Extra(dict[str, Any]):
     """The keys below `*.extra`: `extra["x"]`, `extra.get("x", 1)` and `extra.x`; inner dictionaries are the same."""
 
@@ -19,7 +24,14 @@ class Extra(dict[str, Any]):
         self._path = path
         for name, value in dict.items(self):
             if isinstance(value, dict) and not isinstance(value, Extra):
-                super().__setitem__(name, Extra(value))
+                super().__setitem__(name, Extra(value, f"{path}.{name}" if path else ""))
+
+    def place(self, path: str) -> None:
+        """Let the keys be those below `path`, which is known only when the configuration is built."""
+        self._path = path
+        for name, value in dict.items(self):
+            if isinstance(value, Extra):
+                value.place(f"{path}.{name}")
 
     def _note(self, names: Any) -> None:
         if Extra.record is not None and self._path and sys._getframe(2).f_globals["__name__"] != "dataclasses":

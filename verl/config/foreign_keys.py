@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from verl.config import schema
-from verl.config.extra import EXTRA
+from verl.config.extra import EXTRA, is_extra
 from verl.config.run_config import RunConfig
-from verl.utils.errors import ConfigError
 from verl.utils.suggest import closest
 
 FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.yaml")
@@ -162,38 +161,68 @@ def waiting_for(path: str, root: type) -> WaitingKeys | None:
 
 def not_yet_supported_message(what: str, feature: str) -> str:
     """Error text for a feature that does not exist yet."""
-    return f"{what} is not supported yet: {feature} is still to come (docs/coming_from_verl.md)"
+    return f"{what} is not supported yet: {feature} is still to come (docs/start/coming_from_verl.md)"
+
+
+def heads(path: str) -> list[str]:
+    """The sections around `path` and `path` itself: a, a.b, a.b.c."""
+    names = path.split(".")
+    return [".".join(names[: count + 1]) for count in range(len(names))]
+
+
+@functools.cache
+def names_known(root: type) -> frozenset[str]:
+    """Every key and section of the schema and of the table, patterns left out."""
+    return frozenset(head for key in (*schema.keys(root), *load_foreign_keys(root).exact) for head in heads(key))
+
+
+def is_section(path: str, root: type) -> bool:
+    """True for a section of the schema, and for one that only old or refused keys have."""
+    return path in schema.sections(root) or (path in names_known(root) and classify(path, root).kind == "unknown")
 
 
 def key_in_extra(path: str, root: type) -> str | None:
-    """`a.extra.x` for an unknown key `a.x` of a section with an open one; None for every other key."""
-    if classify(path, root).kind != "unknown":
+    """`a.extra.x` for a key `a.x` that only the user can have made; None for every key that the library knows."""
+    if classify(path, root).kind != "unknown" or is_section(path, root):
         return None
-    homes = [key.removesuffix("." + EXTRA) for key in schema.keys(root) if key.endswith("." + EXTRA)]
-    home = next((home for home in homes if path.startswith(home + ".")), None)
-    rest = path[len(home) + 1 :] if home else ""
-    if home is None or f"{home}.{rest.split('.')[0]}" in {*schema.keys(root), *schema.sections(root)}:
+    around = heads(path)[:-1]
+    if any(head in schema.keys(root) for head in around):
         return None
-    return f"{home}.{EXTRA}.{rest}"
+    home = max((head for head in around if head in schema.sections(root)), key=len, default="")
+    return f"{home}.{EXTRA}.{path[len(home) :].removeprefix('.')}".removeprefix(".")
+
+
+def is_own_section(path: str, value: Any, root: type) -> bool:
+    """Whether a preset's unknown key is, or is in, a section of the user's own: no name like it is known there.
+
+    A single value outside the sections is one too, unless some section has a key of that name.
+    """
+    unknown, beside = first_unknown(path, root)
+    home, _, name = unknown.rpartition(".")
+    if unknown == path and not isinstance(value, dict):
+        if home:
+            return False
+        beside |= {key.rpartition(".")[2] for key in schema.keys(root)}
+    return not closest(name, beside)
+
+
+def first_unknown(path: str, root: type) -> tuple[str, set[str]]:
+    """The outermost section or key of `path` that the library lacks, and the names that it has in that place."""
+    unknown = next((head for head in heads(path) if head not in names_known(root)), path)
+    home = unknown.rpartition(".")[0]
+    beside = {name for where, _, name in (key.rpartition(".") for key in names_known(root)) if where == home}
+    return unknown, beside - {EXTRA}
 
 
 def unknown_key_message(path: str, root: type) -> str:
     """Error text for an unknown key, with the nearest keys by last name and by whole path."""
     leaf = path.rsplit(".", 1)[-1]
-    table_of_root = [key for key in schema.keys(root) if not key.endswith("." + EXTRA)]
+    table_of_root = [key for key in schema.keys(root) if not is_extra(key)]
     same_leaf = [p for p in table_of_root if p.rsplit(".", 1)[-1] == leaf]
     near = closest(path, [*table_of_root, *load_foreign_keys(root).exact])
     ranked = list(dict.fromkeys([*closest(path, same_leaf, count=2), *same_leaf[:2], *near]))[:3]
     own = key_in_extra(path, root)
-    hint = f" A key of your own is {own}" if own else ""
+    hint = f" A key of your own is +{path}, in a preset {own}" if own else ""
     if not ranked:
         return f"unknown key {path!r}; `verl config print` lists all keys.{hint}".removesuffix(".")
     return f"unknown key {path!r}; did you mean " + " or ".join(repr(p) for p in ranked) + "?" + hint
-
-
-def check_key(path: str, root: type) -> KeyRule:
-    """As `classify`, but ConfigError for an unknown key."""
-    rule = classify(path, root)
-    if rule.kind == "unknown":
-        raise ConfigError(unknown_key_message(path, root))
-    return rule

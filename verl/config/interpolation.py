@@ -22,6 +22,11 @@ def has_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
+def names_in(value: Any) -> list[str]:
+    """The names of other keys in `value`."""
+    return re.findall(r"\$\{(?:oc\.select:)?\s*([\w.]+)", str(value)) if has_interpolation(value) else []
+
+
 def reference(value: Any, path: str) -> tuple[str, str | None] | None:
     """(key, text of the value where there is no such key) of a value of `path` that is one reference; else None."""
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,19 @@ from verl.config.base import record_reads, recorded_reads
 from verl.config.bounded_yaml import BoundedYAMLLoader
 from verl.config.check import check
 from verl.config.evaluation import EvalConfig
-from verl.config.extra import EXTRA
-from verl.config.foreign_keys import key_in_extra
-from verl.config.no_effect import no_effect_warnings
+from verl.config.extra import is_extra
+from verl.config.foreign_keys import is_own_section, is_section, key_in_extra, same
+from verl.config.no_effect import no_effect_warnings, value_at
 from verl.config.overrides import MAX_DEPTH, Override, parse_override
-from verl.config.own_keys import added_key_line, own_values
+from verl.config.own_keys import added_key_line, own_section_line, unread_own_keys
 from verl.config.preference import DPOConfig, RewardModelConfig
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
+from verl.config.special_files import refuse_special
 from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 from verl.utils.paths import expand_home
-from verl.utils.suggest import did_you_mean
+from verl.utils.suggest import closest, did_you_mean
 
 ROOTS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig, "evaluation": EvalConfig}
 PRESETS = Path(__file__).parent.parent / "trainer" / "config"
@@ -67,9 +68,9 @@ def load_config(
     if root is None:
         root = next((root for name, root in ROOTS.items() if file.stem.startswith(name)), RunConfig)
     builder = ConfigBuilder(root)
-    for path, value, origin in _read_preset(file):
-        if value != "???":
-            builder.put(path, value, origin)
+    if command_line.program and file.parent != PRESETS:
+        _put_preset(builder, PRESETS / f"{command_line.program}.yaml")
+    _put_preset(builder, file)
     mistakes = Mistakes()
     for source in command_line.overrides:
         with mistakes:
@@ -85,25 +86,57 @@ def load_config(
     return config
 
 
+def _put_preset(builder: ConfigBuilder, file: Path) -> None:
+    for path, value, origin in _read_preset(file):
+        for key, part in _leaves(path, value, builder.root):
+            target = key_in_extra(key, builder.root)
+            if target is not None and is_own_section(key, part, builder.root):
+                line = f"{own_section_line(target)} ({origin.partition(':')[0]})"
+                builder.warnings += [line] * (line not in builder.warnings)
+            else:
+                target = None
+            if not (isinstance(part, str) and part == "???"):
+                builder.put(target or key, part, origin)
+
+
 def _put_override(builder: ConfigBuilder, override: Override) -> None:
     origin = f"override {override.source!r}"
-    if override.mode == "~":
-        builder.remove(override.path, origin)
-        return
-    target = key_in_extra(override.path, builder.root) if override.mode else None
-    if target is not None:
-        builder.warnings.append(added_key_line(override.path, target, builder.root))
-    builder.put(target or override.path, override.value, origin, override.text)
+    for key, part in _leaves(override.path, override.value, builder.root):
+        target = key_in_extra(key, builder.root)
+        if target is not None and not builder.holds(target):
+            if override.mode in ("+", "++"):
+                builder.warnings.append(added_key_line(key, target, builder.root))
+            elif ".engine_kwargs." not in key or not is_own_section(key, part, builder.root):
+                target = None
+        if override.mode == "~":
+            builder.remove(target or key, origin)
+        else:
+            builder.put(target or key, part, origin, override.text if key == override.path else None)
+
+
+def _leaves(path: str, value: Any, root: type) -> Iterator[tuple[str, Any]]:
+    """The keys that `path=value` sets: several where it is a section with its values."""
+    if isinstance(value, dict) and value and is_section(path, root):
+        for name, inner in value.items():
+            yield from _leaves(f"{path}.{name}", inner, root)
+    else:
+        yield path, value
 
 
 def pop_unread_keys(config: Any) -> list[str]:
-    """Keys that were set but not read since load_config. Ends the recording of reads, so it can be asked once.
+    """Keys that were set but not read since load_config, the user's own included. Ends the recording of reads."""
+    keys = unread_keys(config) + unread_own_keys(config)
+    record_reads(False)
+    return keys
 
-    A key counts as read when a key that follows it was read.
+
+def unread_keys(config: Any) -> list[str]:
+    """The library's keys that ask for something and were not read since load_config.
+
+    A key counts as read when a key that follows it was read. One at its default or "off" asks for nothing.
     """
     root: type = type(config)
     reads, table = recorded_reads(), schema.keys(root)
-    record_reads(False)
     set_keys = set(config._set)
 
     def is_read(path: str) -> bool:
@@ -116,9 +149,10 @@ def pop_unread_keys(config: Any) -> list[str]:
     parts = ("gdpo_reward_keys", "gdpo_reward_weights")  # become reward.weights
     checked = ("parameter_sync_step", "trigger_parameter_sync_step", "require_batches", "total_rollout_steps")
     excepted = ("model_engine", *parts, *checked, *checkpoint_keys)  # read before the recording, or at the last step
-    unread = [path for path in config._set if path.rpartition(".")[2] not in (*excepted, EXTRA) and not is_read(path)]
-    own = [path for path in config._set if path.endswith("." + EXTRA)]
-    return unread + [f"{path}.{name}" for path in own for name in own_values(config, path) if (path, name) not in reads]
+    own = [path for path in config._set if is_extra(path) or path.rpartition(".")[2] in excepted]
+    unread = [path for path in config._set if path not in own and not is_read(path)]
+    nothing: tuple[Any, ...] = (None, False, -1, [], {}, "")
+    return [p for p in unread if not any(same(value_at(config, p), off) for off in (*nothing, table[p].default))]
 
 
 @dataclass(frozen=True)
@@ -128,13 +162,15 @@ class CommandLine:
     overrides: list[str]
     config_name: str
     config_dir: str | None
+    program: str = ""
+    """The preset of the program itself, where another was named."""
 
 
 def parse_command_line(
     arguments: Sequence[str], config_name: str, doc: str | None = None, config_dir: str | None = None
 ) -> CommandLine:
     """Options and overrides, separated. With `doc`, -h and --help print `doc` and general help, and exit."""
-    remaining, strings = list(arguments), []
+    remaining, strings, program = list(arguments), [], ""
     options: dict[str, str | None] = {"name": config_name, "dir": config_dir}
     while remaining:
         head, has_value, value = remaining.pop(0).partition("=")
@@ -144,12 +180,21 @@ def parse_command_line(
         if head in _OPTIONS:
             if not has_value and not remaining:
                 raise ConfigError(f"{head} needs a value")
+            if _OPTIONS[head] == "name":
+                program = str(options["name"])
             options[_OPTIONS[head]] = value if has_value else remaining.pop(0)
         elif head.startswith("-"):
-            raise ConfigError(f"unknown option {head!r}; {did_you_mean(head, _OPTIONS)}")
+            raise ConfigError(_unknown_option(head, value or (remaining or [""])[0]))
         else:
             strings.append(head + has_value + value)
-    return CommandLine(strings, str(options["name"]), options["dir"])
+    return CommandLine(strings, str(options["name"]), options["dir"], program)
+
+
+def _unknown_option(option: str, value: str) -> str:
+    name = option.lstrip("-")
+    if "." not in name and closest(option, _OPTIONS):
+        return f"unknown option {option!r}; {did_you_mean(option, _OPTIONS)}"
+    return f"{option}: settings are written without dashes; write {name}={value or 'VALUE'}"
 
 
 def _find_preset(name: str, folder: str | None) -> Path:
@@ -157,7 +202,7 @@ def _find_preset(name: str, folder: str | None) -> Path:
     file_name = str(expand_home(file_name, "--config-name"))
     folders = [expand_home(folder, "--config-dir")] if folder else []
     for place in (*folders, PRESETS, Path()):
-        if (place / file_name).is_file():
+        if refuse_special(place / file_name, "--config-name").is_file():
             return (place / file_name).resolve()
     known = [file.stem for place in (*folders, PRESETS) for file in place.glob("*.yaml")]
     raise ConfigError(f"no preset {name!r} in {', '.join(map(str, (*folders, PRESETS)))}; {did_you_mean(name, known)}")

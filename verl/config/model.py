@@ -22,12 +22,18 @@ class HFModelConfig(Section):
     hf_config_path: str | None = key(None, "Folder of another config.json; null is path.")
     tokenizer_path: str | None = key(None, "Folder of another tokenizer; null is path.")
     custom_chat_template: str | None = key(None, "Jinja chat template that replaces the tokenizer's.")
-    external_lib: str | list[str] | None = key(None, "Module or modules imported before the model is built.")
+    external_lib: str | list[str] | None = key(None, "Modules, or Python files, imported before the model is built.")
     override_config: dict[str, Any] = key({}, "Values that replace those of config.json, e.g. attn_implementation.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in the backward pass.")
     enable_activation_offload: bool = key(False, "Keep saved activations in CPU memory.")
     use_remove_padding: bool = key(True, "Pack sequences without padding; false pads them.")
     use_liger: bool = key(False, "Liger kernels for norm, MLP and rotary embedding (GPU).")
+    compile_layers: str = key(
+        "auto",
+        "Compile the decoder layers: inductor generates kernels, aot_eager none (a test); auto is inductor on one "
+        "GPU for Llama-like models, without use_liger and enable_activation_offload.",
+        choices=("auto", "off", "inductor", "aot_eager"),
+    )
     use_fused_kernels: bool = key(False, "Use the fused head (head_mode auto).")
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains the whole model.", minimum=0)

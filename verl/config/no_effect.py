@@ -1,4 +1,4 @@
-"""Keys of the schema that are set, but wait for a feature that is still to come."""
+"""Keys of the schema that are set and do not do what they say: aliases, and what waits for a feature still to come."""
 
 from typing import Any
 
@@ -7,9 +7,11 @@ from verl.config.base import Section
 
 
 def no_effect_warnings(config: Any) -> list[str]:
-    """One sentence for each key that was set to a value that nothing reads yet."""
+    """One sentence for each key that was set to a value that nothing reads yet, and one for strategy=fsdp."""
     root: type = type(config)
     texts = []
+    if flat := [path for path in config._set if path.endswith(".strategy") and value_at(config, path) == "fsdp"]:
+        texts.append(f"{', '.join(flat)}: fsdp is an alias of fsdp2, whose checkpoints are the same")
     for path in config._set:
         group, value = foreign_keys.waiting_for(path, root), value_at(config, path)
         if group is None or _is_default(config, path, value):

@@ -8,9 +8,9 @@ import types
 import typing
 from typing import Any
 
-from verl.config import schema
-from verl.config.base import Section
-from verl.config.extra import EXTRA, Extra
+from verl.config import foreign_keys, schema
+from verl.config.base import Section, recorded_reads
+from verl.config.extra import EXTRA, Extra, is_extra
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import closest, did_you_mean
 
@@ -18,12 +18,54 @@ S = typing.TypeVar("S", bound=Section)
 
 
 def added_key_line(path: str, target: str, root: type) -> str:
-    """What is said about an override `+path=...` that is kept at `target`."""
-    home, _, name = path.rpartition(".")
-    known = [key.removeprefix(home + ".") for key in schema.keys(root) if key.rpartition(".")[0] == home]
-    near = closest(name, [other for other in known if other != EXTRA], count=1)
-    typo = f" (if you mean {home}.{near[0]}, write that)" if near else ""
+    """The line about an override `+path=...` that is kept at `target`."""
+    unknown, beside = foreign_keys.first_unknown(path, root)
+    home, _, name = unknown.rpartition(".")
+    near = closest(name, beside, count=1)
+    meant = f"{home}.{near[0]}{path[len(unknown) :]}".removeprefix(".") if near else ""
+    typo = f" (if you mean {meant}, write that)" if near else ""
     return f"+{path} is no key of the library: it is kept as {target}, for functions of your own{typo}"
+
+
+def own_section_line(target: str) -> str:
+    """The line about a preset's section that is kept at `target`, or about the one around it."""
+    home, _, rest = target.partition(f"{EXTRA}.")
+    name = rest.partition(".")[0]
+    return f"{home}{name} is nothing of the library: it is kept as {home}{EXTRA}.{name}, for functions of your own"
+
+
+def values_by_path(flat: dict[str, Any]) -> dict[str, Any]:
+    """The values in the open sections of `flat`, sections in them included, each at the path where users read it."""
+    result: dict[str, Any] = {}
+
+    def visit(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            result[prefix + name] = value
+            if isinstance(value, dict):
+                visit(f"{prefix}{name}.", value)
+
+    for path, value in flat.items():
+        if is_extra(path):
+            visit(path.removesuffix(EXTRA), value)
+    return result
+
+
+def unread_own_keys(config: Any) -> list[str]:
+    """Keys of the user's own that nothing has read; a section of which no key was read one by one was read whole."""
+    reads = recorded_reads()
+
+    def visit(values: Extra) -> list[str]:
+        unread = []
+        for name, value in dict.items(values):
+            where = f"{values._path}.{name}"
+            if (values._path, name) not in reads:
+                unread.append(where)
+            elif isinstance(value, Extra) and any(place.startswith(where) for place, _ in reads):
+                unread += visit(value)
+        return unread
+
+    found = [key for path in config._set if is_extra(path) for key in visit(own_values(config, path))]
+    return [key for key in found if key.replace(f"{EXTRA}.", "", 1) not in config._referenced]
 
 
 def own_values(config: Section, path: str) -> Extra:

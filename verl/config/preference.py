@@ -25,7 +25,7 @@ class PreferenceLossConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(SFTConfig):
-    """What both kinds of preference training have."""
+    """Keys of both kinds of preference training."""
 
     data: SFTDataConfig = section(SFTDataConfig, train_files=_FILES)
     loss: PreferenceLossConfig = section(PreferenceLossConfig)

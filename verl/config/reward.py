@@ -9,6 +9,7 @@ from verl.config.model import HFModelConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.utils.errors import ConfigError
 
+SCORERS = ("math", "gsm8k", "exact", "math_dapo", "prime_math", "geo3k", "code", "search_r1_like_qa_em", "math_reward")
 RM = "rm"  # the reward model's score, as a part of the reward
 
 
@@ -150,6 +151,9 @@ class RewardConfig(Section):
         "scores are equal.",
         choices=("auto", "stop", "drift"),
     )
+    scorer: str | None = key(
+        None, "Built-in scorer of all rows by name; null is that of each data source.", choices=(None, *SCORERS)
+    )
     reward_kwargs: dict[str, Any] = key({}, "Arguments of the built-in scorer, and of the dapo manager.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
@@ -177,7 +181,12 @@ def uses_built_in_scorers(config: RewardConfig) -> bool:
 
 
 def check_reward_model(config: RewardConfig) -> None:
-    """ConfigError where `reward_model` cannot be what the other keys ask for."""
+    """ConfigError where `scorer` or `reward_model` cannot be what the other keys ask for."""
+    if config.scorer and not uses_built_in_scorers(config):
+        other = config.custom_reward_function.path or config.reward_model.model_path
+        raise ConfigError(
+            f"reward.scorer={config.scorer} would not be asked: {other} scores the answers; keep one of them"
+        )
     settings, key, weights = config.reward_model, "reward.reward_model", config.weights
     if not settings.enable:
         if RM in weights and config.custom_reward_function.path is None:
@@ -196,8 +205,6 @@ def check_reward_model(config: RewardConfig) -> None:
         )
     if (settings.rollout.name or "native") == "native" and (settings.rollout.num_replicas or 1) > 1:
         raise ConfigError(f"{key}.rollout.num_replicas={settings.rollout.num_replicas} needs {key}.rollout.name=vllm")
-    if place == "judge" and settings.rollout.name == "sglang":
-        raise ConfigError(f"{key}.rollout.name=sglang serves no judge; use vllm or native")
     if place != "judge" and config.canary_size:
         raise ConfigError(
             f"reward.canary_size={config.canary_size} keeps answers as texts, and a reward model scores their tokens; "

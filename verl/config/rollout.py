@@ -30,6 +30,7 @@ class EngineKwargsConfig(Section):
 
     vllm: dict[str, Any] = key({}, "Arguments of vLLM.")
     sglang: dict[str, Any] = key({}, "Arguments of SGLang.")
+    native: dict[str, Any] = key({}, "native on devices of its own: hf_overrides, values that replace config.json's.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ class MultiTurnConfig(Section):
     max_parallel_calls: int = key(1, "Tool calls run per turn.", minimum=1)
     tool_config_path: str | None = key(None, "YAML file that lists tools.")
     function_tool_path: str | None = key(None, "Python file with @function_tool functions.")
+    interaction_config_path: str | None = key(None, "YAML file that lists interactions, which reply as users.")
     max_tool_response_length: int = key(256, "Longest tool response in characters.")
     tool_response_truncate_side: str = key("middle", "Side that is cut.", choices=("left", "middle", "right"))
     format: str = key("hermes", "Tool-call parser.")
@@ -130,7 +132,7 @@ class RolloutConfig(Section):
     """The rollout engine and training-time sampling."""
 
     name: str = key("native", "Rollout engine: native, vllm, sglang, tgi, or one that your code registers.")
-    temperature: float = key(1.0, "Softmax temperature, above 0; for greedy answers set do_sample=False.")
+    temperature: float = key(1.0, "Softmax temperature, above 0; do_sample=False is greedy.")
     top_k: int = key(-1, "Number of tokens of top-k sampling; -1 is off.")
     top_p: float = key(1.0, "Probability mass of top-p sampling; 1 is off.", greater_than=0, maximum=1)
     n: int = key(1, "Answers per prompt.", minimum=1, maximum=65536)
@@ -177,7 +179,11 @@ class RolloutConfig(Section):
     max_num_seqs: int = key(256, "Sequences decoded at once.", minimum=1)
     enable_chunked_prefill: bool = key(True, "Prefill long prompts over several engine steps.")
     enable_prefix_caching: bool = key(True, "Share the KV cache of common prefixes.")
-    logprobs_mode: str = key("processed_logprobs", "vllm: which log-probs it returns.")
+    logprobs_mode: str = key(
+        "processed_logprobs",
+        "vllm: log-probs at the sampling temperature, or (raw_logprobs) at temperature 1; of the whole vocabulary.",
+        choices=("processed_logprobs", "raw_logprobs"),
+    )
     scheduling_policy: str = key("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
     load_format: str = key("dummy", "Source of a separate engine's first weights; dummy is the trainer.")
     skip_tokenizer_init: bool = key(True, "Token ids in and out; the engine needs no tokenizer.")

@@ -47,7 +47,7 @@ def values_given(config: RunConfig | SFTConfig, below: Sequence[str]) -> dict[st
 
 
 def same_command(config: RunConfig | SFTConfig) -> str:
-    """What continues this run, as words; with its name, which the run may have chosen itself."""
+    """The command that continues this run, as words, with the name that the run may have chosen itself."""
     return f"the same command with {NAME_KEY}={config.trainer.experiment_name}"
 
 

@@ -86,7 +86,7 @@ def key_types(cls: type) -> dict[str, Any]:
 
 def _collect_keys(instance: Section, prefix: str, follows: dict[str, str], table: dict[str, Key]) -> None:
     hints = key_types(type(instance))
-    for item in dataclasses.fields(instance):  # type: ignore[arg-type]
+    for item in dataclasses.fields(instance):
         path, value = prefix + item.name, getattr(instance, item.name)
         if isinstance(value, Section):
             _collect_keys(value, path + ".", follows, table)
@@ -106,7 +106,7 @@ def sections(root: type) -> dict[str, type]:
     table: dict[str, type] = {"": root}
 
     def visit(instance: Section, prefix: str) -> None:
-        for item in dataclasses.fields(instance):  # type: ignore[arg-type]
+        for item in dataclasses.fields(instance):
             value = getattr(instance, item.name)
             if isinstance(value, Section):
                 table[prefix + item.name] = type(value)

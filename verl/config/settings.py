@@ -5,8 +5,9 @@ from typing import Any
 from verl.config import derived_defaults, foreign_keys, schema
 from verl.config.base import PATH, Section
 from verl.config.extra import EXTRA, Extra
-from verl.config.interpolation import Resolver, has_interpolation, interpolate, reference
+from verl.config.interpolation import Resolver, has_interpolation, interpolate, names_in, reference
 from verl.config.overrides import parse_value
+from verl.config.own_keys import values_by_path
 from verl.config.run_config import RunConfig
 from verl.config.value_rules import expand_home_folders
 from verl.utils.errors import MISTAKES, ConfigError, Mistakes
@@ -31,11 +32,15 @@ class ConfigBuilder:
         """Set one key, or every key of a section given as a dictionary."""
         if self._accept_hydra_group(path, value):
             return
-        rule = foreign_keys.check_key(path, self.root)
+        rule, is_section = foreign_keys.classify(path, self.root), foreign_keys.is_section(path, self.root)
         owner = schema.owning_key(path, self.root)
-        if isinstance(value, dict) and owner is None and (value or path in schema.sections(self.root)):
+        if isinstance(value, dict) and owner is None and (is_section or (value and rule.kind != "unknown")):
             for name, inner in value.items():
                 self.put(f"{path}.{name}", inner, origin, spelling=f"{spelling}.{name}" if spelling else "")
+        elif value is None and is_section:
+            self.remove(path, origin)
+        elif rule.kind == "unknown" and not is_section:
+            raise ConfigError(foreign_keys.unknown_key_message(path, self.root))
         elif rule.kind == "alias":
             self._put_alias(path, rule, value, origin, text)
         elif rule.kind == "inert":
@@ -43,17 +48,25 @@ class ConfigBuilder:
         elif rule.kind == "refused":
             self._refused[path] = (spelling or path, rule, value)
         elif owner is None:
-            inside = [p[len(path) + 1 :] for p in schema.keys(self.root) if p.startswith(path + ".")]
+            known = [p for p, key in schema.keys(self.root).items() if key.doc]
+            inside = [p[len(path) + 1 :] for p in known if p.startswith(path + ".")]
             raise ConfigError(f"{path} is a section, not a value; its keys: {', '.join(inside)}")
         else:
             self._set(owner, path, value, origin, text, spelling or path)
 
     def remove(self, path: str, origin: str) -> None:
-        """Remove the values at and below `path`; a key of the schema becomes null where allowed, else its default."""
-        foreign_keys.check_key(path, self.root)
-        for known in [p for p in self._refused if p == path or p.startswith(path + ".")]:
+        """Remove the values at and below `path`, an old section included; a key of the schema becomes null where
+        allowed, else its default.
+        """
+        rule = foreign_keys.classify(path, self.root)
+        if rule.kind == "unknown" and not foreign_keys.is_section(path, self.root):
+            raise ConfigError(foreign_keys.unknown_key_message(path, self.root))
+        for known in [p for p in self._refused if _is_within(p, path)]:
             del self._refused[known]
-        for known in [p for p in self.values if p == path or p.startswith(path + ".")]:
+        for known in [p for p, (old, *_) in self._per_device.items() if _is_within(p, path) or _is_within(old, path)]:
+            del self._per_device[known]
+        path = rule.target or path
+        for known in [p for p in self.values if _is_within(p, path) or _is_within(self._old_spelling(p), path)]:
             del self.values[known], self.origins[known]
             self._spellings.pop(known, None)
         owner = schema.owning_key(path, self.root)
@@ -66,6 +79,17 @@ class ConfigBuilder:
             for name in names[:-1]:
                 inner = inner.get(name, {})
             inner.pop(names[-1], None)
+
+    def _old_spelling(self, path: str) -> str:
+        return self.origins[path].partition(" through ")[2].partition(" / ")[0]
+
+    def holds(self, path: str) -> bool:
+        """Whether `path`, in an open dictionary, is set."""
+        owner = schema.owning_key(path, self.root)
+        value: Any = self.values.get(owner.path) if owner else None
+        for name in path[len(owner.path) + 1 :].split(".") if owner else ():
+            value = value.get(name) if isinstance(value, dict) else None
+        return value is not None
 
     def _accept_hydra_group(self, path: str, value: Any) -> bool:
         """Whether `path=value` chooses a section's file, as in scripts written for Hydra; a planned choice is noted."""
@@ -188,14 +212,16 @@ class ConfigBuilder:
         for path, (value, why) in derived_defaults.derive(self.values, self.root).items():
             self.values[path], self.origins[path] = value, why
         flat = self._flat_values()
+        own, referenced = values_by_path(flat), {name for value in flat.values() for name in names_in(value)}
         for path, value in flat.items():
             if has_interpolation(value):
-                resolved = interpolate(value, flat, path, resolve)
+                resolved = interpolate(value, own | flat, path, resolve)
                 flat[path] = schema.convert(resolved, schema.keys(self.root)[path])
             flat[path] = expand_home_folders(path, flat[path])
         config = _build(self.root, "", flat)
         object.__setattr__(config, "_origins", {p: self.origins.get(p, "default") for p in flat})
         object.__setattr__(config, "_set", explicit)
+        object.__setattr__(config, "_referenced", set(own) & referenced)
         if isinstance(config, RunConfig):  # published losses read it
             arr = config.actor_rollout_ref
             for trained in (arr.actor, config.critic):
@@ -232,6 +258,10 @@ class ConfigBuilder:
         return flat[path]
 
 
+def _is_within(path: str, section: str) -> bool:
+    return path == section or path.startswith(section + ".")
+
+
 def _devices_per_node(target: str, flat: dict[str, Any]) -> int | None:
     """The devices that share a total, as far as it is configured: the role's own, or the trainer's."""
     role = target.removesuffix(target.rsplit(".", 1)[1])
@@ -248,7 +278,7 @@ def _build(cls: type, prefix: str, flat: dict[str, Any]) -> Section:
     result: Section = cls(**arguments)
     object.__setattr__(result, PATH, prefix[:-1] or "<root>")
     if isinstance(own := result.__dict__.get(EXTRA), Extra):
-        own._path = prefix + EXTRA
+        own.place(prefix + EXTRA)
     return result
 
 

@@ -135,7 +135,7 @@ class TurnTokenizer:
 
 def _render(template: PromptTemplate, messages: list[Message], add_generation_prompt: bool) -> str:
     try:
-        return template.render(messages, add_generation_prompt)
+        return template.render(messages, add_generation_prompt=add_generation_prompt)
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template cannot render the first {len(messages)} messages: {error}") from error
 

@@ -36,7 +36,7 @@ class Batch:
 
     @classmethod
     def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
-        """Columns tokens, loss_mask, rollout_logprobs; rewards, group_ids, rows and policy_versions. See COLUMNS."""
+        """Columns tokens, loss_mask, rollout_logprobs; rewards, group_ids, conversations, rows, policy_versions."""
         if not trajectories:
             raise ValueError("there are no trajectories to pack")
         lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)
@@ -51,6 +51,7 @@ class Batch:
             {
                 "rewards": torch.tensor(rewards, dtype=torch.float32),
                 "group_ids": torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
+                "conversations": torch.tensor([t.conversation for t in trajectories], dtype=torch.int64),
                 "rows": torch.tensor([t.row for t in trajectories], dtype=torch.int64),
                 "policy_versions": torch.tensor([t.policy_version for t in trajectories], dtype=torch.int64),
             },

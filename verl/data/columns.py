@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """What a column of `Batch` holds. N sequences, T tokens in all; entry t of a token column is about token t.
+    """A column of `Batch`. N sequences, T tokens in all; entry t of a token column is about token t.
 
     Log-probs are natural logarithms (nats) at the sampling temperature.
     """
@@ -53,7 +53,7 @@ COLUMNS: dict[str, Column] = {
         "float32",
         "log-prob of the token by the rollout engine when it sampled it, nats",
         written_by=("Batch.pack",),
-        read_by=("PPOTrainer.evaluate", "correct", "mismatch_metrics", "Ledger.append"),
+        read_by=("Recorded.find", "correct", "mismatch_metrics", "Ledger.append"),
         masked=0,
     ),
     "old_logprobs": Column(
@@ -62,15 +62,15 @@ COLUMNS: dict[str, Column] = {
         "log-prob by the policy before this step's update, nats; added after the update where its own forward pass "
         "gives the same numbers; a copy of rollout_logprobs with rollout_correction.bypass_mode, and in asynchronous "
         "training on answers of older weights, or by the trainer of the version that sampled the token",
-        written_by=("with_known_old_logprobs", "PPOTrainer.evaluate", "PPOTrainer.update"),
-        read_by=("apply_kl_in_reward", "ActorLoss.__call__", "PPOTrainer.step_metrics", "Ledger.append"),
+        written_by=("PPOTrainer.pack", "OnePass.fill", "PPOTrainer.update"),
+        read_by=("apply_kl_in_reward", "ActorLoss.__call__", "OnePass.mismatch", "Ledger.append"),
         masked=0,
     ),
     "entropy": Column(
         "(T,)",
         "float32",
         "entropy of the policy's distribution before this step's update, from which the token was sampled, nats",
-        written_by=("PPOTrainer.evaluate", "PPOTrainer.update"),
+        written_by=("OnePass.with_outputs", "PPOTrainer.update"),
         read_by=("entropy_metrics",),
         masked=0,
     ),
@@ -78,7 +78,7 @@ COLUMNS: dict[str, Column] = {
         "(T,)",
         "float32",
         "sum over the vocabulary of the squared probabilities by the policy before this step's update, 0 to 1",
-        written_by=("PPOTrainer.evaluate",),
+        written_by=("OnePass.with_outputs",),
         read_by=("_subtract_baselines", "AdvantageAdapter.arguments"),
         masked=0,
         asked=True,
@@ -181,11 +181,10 @@ COLUMNS: dict[str, Column] = {
     "current_logprobs": Column(
         "(T,)",
         "float32",
-        "log-prob by the policy at the beginning of the mini-batch, nats; for a loss that chooses tokens; of the "
-        "step's batch with use_pf_ppo in bypass mode",
+        "log-prob by the policy at the beginning of the mini-batch, nats; for a loss that chooses tokens",
         scope="mini-batch",
-        written_by=("Actor.with_chosen_tokens", "PPOTrainer.evaluate"),
-        read_by=("token_covariances", "choose_for_clip_cov", "PPOTrainer.compare_policies"),
+        written_by=("Actor.with_chosen_tokens",),
+        read_by=("token_covariances", "choose_for_clip_cov"),
         masked=0,
         asked=True,
     ),
@@ -229,6 +228,13 @@ COLUMNS: dict[str, Column] = {
         written_by=("Batch.pack",),
         read_by=("group_numbers", "MiniBatches.split", "trajectory_columns", "sequence_groups", "pair_indices"),
     ),
+    "conversations": Column(
+        "(N,)",
+        "int64",
+        "number of the conversation in its group, the same for all outputs of one; -1: a conversation of its own",
+        written_by=("Batch.pack",),
+        read_by=("conversation_numbers", "trajectory_columns"),
+    ),
     "slot_ids": Column(
         "(N,)",
         "int64",
@@ -258,7 +264,7 @@ COLUMNS: dict[str, Column] = {
         "int64",
         "version of the oldest and of the newest weights that sampled a token of the sequence",
         written_by=("Batch.pack",),
-        read_by=("PPOTrainer.step_metrics", "PPOTrainer.stale_sequences", "off_policy_metrics", "trajectory_columns"),
+        read_by=("PPOTrainer.step_metrics", "FromUpdate.find", "off_policy_metrics", "trajectory_columns"),
     ),
     "reward_parts.NAME": Column(
         "(N,)",
@@ -280,7 +286,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def writer_of(name: str) -> str:
-    """What fills column `name`, for messages."""
+    """Who fills column `name`, for messages."""
     key = REWARD_PART + "NAME" if name.startswith(REWARD_PART) else name
     if key not in COLUMNS:
         return "the stage that fills it"

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import SFTDataConfig
 from verl.data.assistant_turns import MaskedTokens, TextSegment, TurnTokenizer
-from verl.data.chat import Message, PromptTemplate, read_messages
+from verl.data.chat import Message, PromptTemplate, read_messages, with_answer, with_system
 from verl.data.data_files import FileRows, file_digest
+from verl.data.prompt_rows import WRITTEN_LIST, holds_messages
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
@@ -60,9 +61,9 @@ class ConversationDataset:
         last_turn_only: bool = False,
     ):
         self._rows, self._config, self._tokenizer = FileRows(files), config, tokenizer
-        self._read_conversation = read or partial(conversation_of, messages_key=config.messages_key)
+        self._read_conversation = read or partial(conversation_of, config=config)
         self._turns = TurnTokenizer(tokenizer, config.ignore_input_ids_mismatch, last_turn_only)
-        self.num_truncated = self.num_split = self.num_skipped = 0
+        self.num_truncated = self.num_split = self.num_skipped = self.num_written = 0
         count = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._items: list[tuple[int, list[tuple[np.ndarray, np.ndarray]]]] = []
         for start in range(0, count, _CHUNK):
@@ -133,7 +134,8 @@ class ConversationDataset:
         for column in ("images", "videos"):
             if row.get(column) not in (None, [], ""):
                 raise ValueError(f"the row has {column}; only text conversations are supported so far")
-        messages = self._read_conversation(row)
+        self.num_written += holds_messages(row.get(self._config.prompt_key))
+        messages = with_system(self._read_conversation(row), self._config.system_prompt)
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("the conversation has no assistant message")
         if messages[0]["role"] == "assistant":
@@ -178,6 +180,7 @@ class ConversationDataset:
             ),
             f"{self.num_truncated} sequences were cut to data.max_length={self._config.max_length} tokens "
             f"(data.truncation={self._config.truncation})": self.num_truncated,
+            f"{self.num_written} rows {WRITTEN_LIST}": self.num_written,
             f"{self.num_skipped} rows had no assistant token left after truncation and are not used": (
                 self.num_skipped
             ),
@@ -185,16 +188,19 @@ class ConversationDataset:
         return [f"{self._rows.file_names()}: {note}" for note, count in notes.items() if count]
 
 
-def conversation_of(row: Mapping[str, Any], messages_key: str) -> list[Message]:
+def conversation_of(row: Mapping[str, Any], config: SFTDataConfig) -> list[Message]:
     """The messages of a fine-tuning row; ValueError if it has none."""
-    if isinstance(row.get(messages_key), str):
-        raise ValueError(f"{messages_key!r} is a string, expected a list of {{role, content}}; parse it if it is JSON")
-    if row.get(messages_key) is not None:
-        return read_messages(row[messages_key])
-    if row.get("prompt") is not None and row.get("response") is not None:
-        return [*read_messages(row["prompt"]), {"role": "assistant", "content": str(row["response"])}]
+    key, prompt_key, answer_key = config.messages_key, config.prompt_key, config.answer_key or "response"
+    messages = None if config.answer_key else row.get(key)
+    if isinstance(messages, str):
+        raise ValueError(f"{key!r} is a string, expected a list of {{role, content}}; parse it if it is JSON")
+    if messages is not None:
+        return read_messages(messages)
+    if row.get(prompt_key) is not None and row.get(answer_key) is not None:
+        return with_answer(read_messages(row[prompt_key]), str(row[answer_key]))
     raise ValueError(
-        f"the row has neither {messages_key!r} nor 'prompt' and 'response'; its columns are {', '.join(sorted(row))}"
+        f"the row has neither {key!r} nor {prompt_key!r} and {answer_key!r}; its columns are {', '.join(sorted(row))}: "
+        "set data.messages_key, or data.prompt_key and data.answer_key, to those that are meant"
     )
 
 

@@ -1,25 +1,30 @@
 """Rows of data files with their location, so that every error can name the file and the row.
 
-A data file is parquet (.parquet), JSON lines (.jsonl, .json) or one JSON array (.json); JSON may be compressed (.gz).
-Needs neither torch nor a tokenizer.
+A data file is parquet (.parquet), JSON lines (.jsonl, .json), one JSON array (.json) or a table of texts with a line of
+names (.csv, .tsv); all but parquet may be compressed. Needs neither torch nor a tokenizer.
 """
 
 import bisect
+import bz2
+import csv
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.config import DataConfig
+from verl.data.file_places import KNOWN, data_paths, source_of, suffix_of
+from verl.data.prompt_rows import complete_row
 from verl.utils.errors import DataError
-from verl.utils.paths import expand_home
-from verl.utils.suggest import did_you_mean
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate: half of a pair, or part of a pair
 
@@ -44,27 +49,41 @@ class DataRows(Protocol):
 
 
 class FileRows:
-    """The rows of one or several files, one file after the other, in the order given."""
+    """The rows of one or several files in the order given, as they are, or completed as `config` says."""
 
-    def __init__(self, files: str | Path | Sequence[str | Path]):
-        self._files = [open_data_file(path) for path in data_paths(files)]
+    def __init__(self, files: str | Path | Sequence[str | Path], config: DataConfig | None = None):
+        self._files, self._config = [open_data_file(path) for path in data_paths(files)], config
         self._starts = [0]
         for file in self._files:
             self._starts.append(self._starts[-1] + len(file))
         if len(self) == 0:
             raise DataError(f"{self.file_names()}: no rows")
-        self.digest = hashlib.sha256("".join(file.digest for file in self._files).encode()).hexdigest()
+        contents = [file.digest for file in self._files]
+        if config is not None:  # what makes other prompts of the same files
+            contents += [f"{name}={config[name]}" for name in ("answer_key", "system_prompt") if config[name]]
+        self.digest = hashlib.sha256("".join(contents).encode()).hexdigest()
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, row = self._locate(index)
-        return file.row(row)
+        return self._complete(file.row(row), file)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self._files:
-            yield from file.rows()
+            for row in file.rows():
+                yield self._complete(row, file)
+
+    def _complete(self, row: dict[str, Any], file: "ParquetFile | TextFile") -> dict[str, Any]:
+        return complete_row(row, self._config, self._source(file, self._config.reward_fn_key)) if self._config else row
+
+    def _source(self, file: "ParquetFile | TextFile", column: str) -> str | None:
+        return None if column in file.columns else source_of(file.path)
+
+    def source(self, index: int, column: str) -> str | None:
+        """The name of a row's file, which is its data source where the file has no `column` that says it; else None."""
+        return self._source(self._locate(index)[0], column)
 
     def location(self, index: int) -> str:
         file, row = self._locate(index)
@@ -82,53 +101,22 @@ class FileRows:
 
     def file_names(self) -> str:
         """The files, for messages."""
-        return ", ".join(str(file.path) for file in self._files)
+        names = [str(file.path) for file in self._files]
+        return ", ".join(names) if len(names) < 6 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
-    def _locate(self, index: int) -> "tuple[ParquetFile | JsonFile, int]":
+    def _locate(self, index: int) -> "tuple[ParquetFile | TextFile, int]":
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} rows")
         number = bisect.bisect_right(self._starts, index) - 1
         return self._files[number], index - self._starts[number]
 
 
-def data_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files as a list of existing paths; DataError names the first that cannot be used."""
-    paths = [files] if isinstance(files, str | Path) else list(files)
-    if not paths:
-        raise DataError(
-            "no data files were given; set data.train_files and data.val_files to a path or a list of paths"
-        )
-    return [_existing_file(path) for path in paths]
-
-
-def _existing_file(raw_path: str | Path) -> Path:
-    if "://" in str(raw_path):
-        raise DataError(f"{raw_path}: remote files are not supported; copy the file to a local disk and give that path")
-    path = expand_home(raw_path, "data file")
-    if path.is_dir():
-        data_files = sorted(p.name for p in path.iterdir() if _suffix(p) in _FILE_CLASSES)
-        listing = ", ".join(data_files[:5]) if data_files else "none"
-        raise DataError(f"{path} is a folder; give the data files inside it (there: {listing})")
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.*") if _suffix(p) in _FILE_CLASSES]
-        if siblings:
-            raise DataError(f"{path} does not exist; {did_you_mean(path.name, siblings)}")
-        hint = "holds no data file" if path.parent.is_dir() else "does not exist"
-        raise DataError(f"{path} does not exist; the folder {path.parent} {hint}")
-    return path
-
-
-def open_data_file(path: Path) -> "ParquetFile | JsonFile":
+def open_data_file(path: Path) -> "ParquetFile | TextFile":
     """The file, opened by the class of its suffix; DataError for an unknown suffix."""
-    file_class = _FILE_CLASSES.get(_suffix(path))
-    if file_class is None:
-        raise DataError(f"{path} has an unknown suffix {path.suffix!r}; known: {', '.join(sorted(_FILE_CLASSES))}")
-    return file_class(path)
-
-
-def _suffix(path: Path) -> str:
-    """ ".jsonl.gz" of a compressed file, else the last suffix."""
-    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
+    suffix = suffix_of(path)
+    if suffix is None:
+        raise DataError(f"{path} has an unknown suffix {path.suffix!r}; known: {KNOWN}")
+    return ParquetFile(path) if suffix == ".parquet" else TextFile(path, suffix)
 
 
 class ParquetFile:
@@ -140,7 +128,7 @@ class ParquetFile:
             self.table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read as parquet: {error}") from error
-        self.digest = file_digest(path)
+        self.columns, self.digest = self.table.column_names, file_digest(path)
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -156,22 +144,43 @@ class ParquetFile:
         return f"row {index} (the first is 0)"
 
 
-class JsonFile:
-    """One file of JSON objects: one per line, or all of them in one array."""
+class TextFile:
+    """One file of JSON objects (one per line, or all of them in one array), or of lines of texts below their names."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, suffix: str):
+        self.path, self._is_array = path, False
         try:
-            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            with _open_text(path) as file:
                 text = file.read()
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text: {error}") from error
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be unpacked: {error}") from error
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(
+                f"{path} cannot be {'unpacked' if path.suffix.lower() != suffix else 'read'}: {error}"
+            ) from error
         self._has_surrogate_escapes = _SURROGATE.search(text) is not None
-        self._is_array = text.lstrip()[:1] == "["
-        self._numbers, self._rows = self._parse_array(text) if self._is_array else self._parse_lines(text)
-        self.digest = file_digest(path)
+        if suffix in (".csv", ".tsv"):
+            self._numbers, self._rows = self._parse_table(text, "\t" if suffix == ".tsv" else ",")
+        else:
+            self._is_array = text.lstrip()[:1] == "["
+            self._numbers, self._rows = self._parse_array(text) if self._is_array else self._parse_lines(text)
+        self.columns, self.digest = {name for row in self._rows for name in row}, file_digest(path)
+
+    def _parse_table(self, text: str, delimiter: str) -> tuple[list[int], list[dict[str, Any]]]:
+        csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB of the default
+        reader, numbers, rows = csv.DictReader(io.StringIO(text), delimiter=delimiter, strict=True), [], []
+        try:
+            names = list(reader.fieldnames or ())
+            for row in reader:
+                if None in row or None in row.values():
+                    raise csv.Error(f"more or fewer values than the {len(names)} columns {', '.join(names)}")
+                numbers.append(reader.line_num)
+                rows.append(row)
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise csv.Error(f"two columns are named {twice[0]!r}")
+        except csv.Error as error:
+            raise DataError(f"{self.path} line {reader.line_num}: {error}") from error
+        return numbers, rows
 
     def _parse_array(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
         try:
@@ -252,10 +261,11 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_FILE_CLASSES: dict[str, type[ParquetFile] | type[JsonFile]] = {
-    ".parquet": ParquetFile,
-    ".json": JsonFile,
-    ".jsonl": JsonFile,
-    ".json.gz": JsonFile,
-    ".jsonl.gz": JsonFile,
-}
+def _open_text(path: Path) -> IO[str]:
+    """The file as text, unpacked; a mark of byte order is dropped."""
+    suffix, newline = path.suffix.lower(), "" if suffix_of(path) in (".csv", ".tsv") else None
+    if suffix == ".zst":
+        return io.TextIOWrapper(pa.input_stream(str(path), compression="zstd"), "utf-8-sig", newline=newline)
+    opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix, open)
+    file: IO[str] = opener(path, "rt", encoding="utf-8-sig", newline=newline)
+    return file

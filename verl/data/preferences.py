@@ -28,9 +28,9 @@ class PreferencePairs:
     def __init__(
         self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, max_samples: int
     ):
+        reads = [partial(conversation_with, name, config.prompt_key) for name in ANSWERS]
         self._chosen, self._rejected = sides = [
-            ConversationDataset(files, tokenizer, config, max_samples, partial(conversation_with, name), True)
-            for name in ANSWERS
+            ConversationDataset(files, tokenizer, config, max_samples, read, True) for read in reads
         ]
         rows, places = FileRows(files), [{row: place for place, row in enumerate(side.rows)} for side in sides]
         self._rows = sorted(places[0].keys() & places[1].keys())
@@ -93,17 +93,17 @@ def without_padding(ids: Sequence[int], pad_token_id: int | None) -> Sequence[in
     return ids[: end or len(ids)]
 
 
-def conversation_with(answer_name: str, row: Mapping[str, Any]) -> list[Message]:
+def conversation_with(answer_name: str, prompt_key: str, row: Mapping[str, Any]) -> list[Message]:
     """The prompt of a preference row, and its answer `answer_name` ("chosen" or "rejected") as the last message.
 
     A column of an answer is a string, the answer as messages, or a whole conversation that ends with it; `prompt` may
     be missing in the last case. ValueError if the answers have different prompts, or one is empty.
     """
     prompts, answers = zip(*(_read_answer(row, name) for name in ANSWERS), strict=True)
-    stated = read_messages(row["prompt"]) if row.get("prompt") is not None else None
+    stated = read_messages(row[prompt_key]) if row.get(prompt_key) is not None else None
     found = [prompt for prompt in (stated, *prompts) if prompt]
     if not found:
-        raise ValueError("the row has no 'prompt', and its answers are not whole conversations; add the column")
+        raise ValueError(f"there is no {prompt_key!r} (data.prompt_key), and the answers are not whole conversations")
     if any(prompt != found[0] for prompt in found):
         raise ValueError("the answers have different prompts; all messages but the last must be those of 'prompt'")
     if found[0][-1]["role"] == "assistant":

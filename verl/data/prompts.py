@@ -14,8 +14,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import DataConfig
-from verl.data.chat import Message, PromptTemplate, read_messages
+from verl.data.chat import Message, PromptTemplate
 from verl.data.data_files import DataRows, FileRows
+from verl.data.prompt_rows import (
+    NO_TOOL_ARGUMENTS,
+    WRITTEN_LIST,
+    check_row_and_read_messages,
+    complete_row,
+    holds_messages,
+    lacks_tool_arguments,
+)
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
 from verl.utils.seeds import derive_seed
@@ -94,7 +102,7 @@ class PromptDataset:
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
         self._extra_prompt_tokens = extra_prompt_tokens
         self.data_sources: dict[str, str] = {}  # each source of the selected rows, and where its first row is
-        self._without_tools: list[int] = []  # rows that need the arguments of tools and have none
+        self._doubtful: dict[str, list[int]] = {NO_TOOL_ARGUMENTS: [], WRITTEN_LIST: []}  # rows that are named
         selected = select_rows(len(rows), max_samples, config)
         overlong = self._find_overlong(selected)
         kept = selected
@@ -109,12 +117,9 @@ class PromptDataset:
             source, len(rows), len(selected), len(overlong), longest, config.max_prompt_length, action, len(kept)
         )
         logger.log(logging.WARNING if overlong else logging.INFO, "%s", self.summary.line())
-        if self._without_tools:
-            logger.warning(
-                "%s: %d rows need the arguments of tools (data.need_tools_kwargs, or need_tools_kwargs of the row) "
-                "and have no extra_info.tools_kwargs; the first is %s",
-                source, len(self._without_tools), rows.location(self._without_tools[0]),
-            )  # fmt: skip
+        for what, found in self._doubtful.items():
+            if found:
+                logger.warning("%s: %d rows %s; the first is %s", source, len(found), what, rows.location(found[0]))
         if len(kept) == 0:
             raise DataError(f"no prompts are left: {self.summary.line()}; raise data.max_prompt_length")
         self.digest = hashlib.sha256(rows.digest.encode() + kept.astype("<i8").tobytes()).hexdigest()
@@ -184,14 +189,20 @@ class PromptDataset:
     def _find_overlong(self, selected: np.ndarray) -> dict[int, int]:
         """{row number: token count} of selected rows over the limit; checks all selected rows, fills data_sources."""
         limit, overlong = self._config.max_prompt_length, {}
-        selected_set, pending = set(selected.tolist()), []
+        selected_set, pending, dropped = set(selected.tolist()), [], False
+        texts: dict[str, list[Message]] = {}  # the first two different prompts, and what they were made of
         for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):
             if index not in selected_set:
                 continue
-            text, extra_tokens = self._render(index, self._read_messages(index, raw)), self._extra_tokens_of(index, raw)
+            messages, extra_tokens = self._read_messages(index, raw), self._extra_tokens_of(index, raw)
+            text = self._render(index, messages)
+            if len(texts) < 2:
+                dropped |= texts.setdefault(text, messages) != messages
             self.data_sources.setdefault(raw[self._config.reward_fn_key], self._rows.location(index))
             if lacks_tool_arguments(raw.get("extra_info") or {}, self._config):
-                self._without_tools.append(index)
+                self._doubtful[NO_TOOL_ARGUMENTS].append(index)
+            if holds_messages(raw.get("raw_prompt", raw.get(self._config.prompt_key))):
+                self._doubtful[WRITTEN_LIST].append(index)
             # A token of an ASCII text has at least one character, so a short text need not be tokenised.
             if not (text.isascii() and len(text) + extra_tokens < limit):
                 pending.append((index, text, extra_tokens))
@@ -199,6 +210,11 @@ class PromptDataset:
                 overlong.update(self._overlong_lengths(pending))
                 pending = []
         overlong.update(self._overlong_lengths(pending))
+        if dropped and len(texts) == 1:
+            raise DataError(
+                f"the chat template makes the same prompt of all {len(selected)} rows, {next(iter(texts))[:80]!r}, "
+                "though their messages differ: it drops them; repair it, or set model.custom_chat_template"
+            )
         return overlong
 
     def _extra_tokens_of(self, index: int, raw: Mapping[str, Any]) -> int:
@@ -224,7 +240,7 @@ class PromptDataset:
 
     def _render(self, index: int, messages: list[Message]) -> str:
         try:
-            return self._template.render(messages)
+            return self._template.render_prompt(messages)
         except Exception as error:  # the template is the model author's code and can raise anything
             raise DataError(f"{self._rows.location(index)}: the chat template refuses the prompt: {error}") from error
 
@@ -233,58 +249,6 @@ class PromptDataset:
             return check_row_and_read_messages(raw, self._config)
         except ValueError as error:
             raise DataError(f"{self._rows.location(index)}: {error}") from error
-
-
-def check_row_and_read_messages(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
-    """The messages of a raw row; ValueError if any column that a run or its reward reads is missing or invalid."""
-    prompt = raw.get("raw_prompt", raw.get(config.prompt_key))
-    if prompt is None:
-        raise ValueError(_missing_column(config.prompt_key, "data.prompt_key", raw))
-    try:
-        messages = read_messages(prompt)
-    except ValueError as error:
-        raise ValueError(f"column {config.prompt_key!r}: {error}") from error
-    source = raw.get(config.reward_fn_key)
-    if source is None:
-        raise ValueError(_missing_column(config.reward_fn_key, "data.reward_fn_key", raw))
-    _check_type(config.reward_fn_key, source, str)
-    _check_reward_model(raw)
-    if raw.get("extra_info") is not None:
-        _check_type("extra_info", raw["extra_info"], Mapping)
-    for key in (config.image_key, config.video_key, config.audio_key):
-        if raw.get(key) is not None and len(raw[key]) > 0:
-            raise ValueError(f"column {key!r} holds media; multimodal rows are still to come")
-    return messages
-
-
-def lacks_tool_arguments(extra_info: Mapping[str, Any], config: DataConfig) -> bool:
-    """Whether a row needs the arguments of tools (its own need_tools_kwargs goes before the key) and has none."""
-    needs = extra_info.get("need_tools_kwargs")
-    given = extra_info.get("tools_kwargs") or {}
-    return bool(config.need_tools_kwargs if needs is None else needs) and not any(given.values())
-
-
-def _check_reward_model(raw: Mapping[str, Any]) -> None:
-    reward_model = raw.get("reward_model")
-    if reward_model is None:
-        raise ValueError(_missing_column("reward_model", "", raw))
-    _check_type("reward_model", reward_model, Mapping)
-    if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
-        raise ValueError("column 'reward_model' has no ground_truth; a row whose reward needs none says style: model")
-
-
-def _check_type(column: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
-        raise ValueError(
-            f"column {column!r} is {type(value).__name__}, expected {expected.__name__.lower()}: {value!r:.80}"
-        )
-
-
-def _missing_column(column: str, key: str, raw: Mapping[str, Any]) -> str:
-    if column in raw:
-        return f"column {column!r} is null"
-    where = f" ({key} names it)" if key else ""
-    return f"there is no column {column!r}{where}; {did_you_mean(column, raw)} (docs/rows.md has a whole row)"
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
@@ -335,7 +299,7 @@ class CustomRows:
         if not path or not name:
             raise ConfigError(f"data.custom_cls needs path and name; found path={path!r}, name={name!r}")
         cls = load_object(path, name, "data.custom_cls")
-        self._name = name
+        self._name, self._config = name, config
         self._items = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
         digest = hashlib.sha256()
         for item in self:
@@ -349,7 +313,7 @@ class CustomRows:
         item = self._items[index]
         if not isinstance(item, Mapping):
             raise DataError(f"{self.location(index)} is {type(item).__name__}, expected a dict of columns")
-        return dict(item)
+        return complete_row(dict(item), self._config, None)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
@@ -387,5 +351,5 @@ def load_prompts(
         paths = [files] if isinstance(files, str) else list(files)
         rows = CustomRows(paths, tokenizer, config, max_samples)
         return PromptDataset(rows, config.custom_cls.name or "", tokenizer, config, -1, extra_prompt_tokens)
-    file_rows = FileRows(files)
+    file_rows = FileRows(files, config)
     return PromptDataset(file_rows, file_rows.file_names(), tokenizer, config, max_samples, extra_prompt_tokens)

@@ -23,6 +23,7 @@ class Trajectory:
     loss_mask: Tensor  # (L,) bool; loss_mask[0] is False
     rollout_logprobs: Tensor  # (L,) float32 nats at the sampling temperature; 0 where loss_mask is False
     group_id: int  # the same for all trajectories of one prompt
+    conversation: int = -1  # the same for all outputs of one conversation in its group; -1: a conversation of its own
     row: int = -1  # index of the prompt's row in the data set; -1: none
     reward: float | None = None  # None: not scored yet, or the scorer failed or abstained
     reward_baseline: float | None = None  # of a greedy answer to the same prompt; None: nothing asks for one
@@ -35,6 +36,7 @@ class Trajectory:
     num_turns: int = 2  # messages, the prompt's included
     score_parts: dict[str, object] = field(default_factory=dict)  # what the reward function returned besides the score
     tool_rewards: Sequence[float] | None = None  # one per tool call; None: its agent loop counts none
+    tool_errors: Sequence[Sequence[str]] = ()  # (tool, why) of each call whose tool failed
     loop_timings: dict[str, float] | None = None  # seconds per activity of its agent loop; None: it had none
     loop_fields: dict[str, object] = field(default_factory=dict)  # what an agent loop of others tells rewards and logs
 
@@ -78,8 +80,9 @@ class Trajectory:
         return self.tokens.tolist()[self.prompt_length :]
 
     def told(self) -> dict[str, object]:
-        """What reward functions and dumps are told about its conversation, under public names."""
-        counted = {"agent_loop": self.loop_timings, "tool_rewards": self.tool_rewards}
+        """Facts about its conversation for reward functions and dumps, under public names."""
+        counted: dict[str, object] = {"agent_loop": self.loop_timings, "tool_rewards": self.tool_rewards}
+        counted["tool_errors"] = self.tool_errors or None
         present = {name: value for name, value in counted.items() if value is not None}
         return {"num_turns": self.num_turns, **present, **self.loop_fields}
 
@@ -91,3 +94,12 @@ class Trajectory:
         scored = object.__new__(Trajectory)  # its tensors were checked already, and a step scores hundreds
         scored.__dict__.update(self.__dict__, reward=reward, **found)
         return scored
+
+
+def conversations_of(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The outputs of each conversation, in order of appearance."""
+    found: dict[tuple[int, int], list[Trajectory]] = {}
+    for index, one in enumerate(trajectories):
+        number = one.conversation if one.conversation >= 0 else -1 - index
+        found.setdefault((one.group_id, number), []).append(one)
+    return list(found.values())

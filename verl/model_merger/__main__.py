@@ -1,14 +1,18 @@
 """`python -m verl.model_merger`: the same as `verl merge`."""
 
-import sys
-
 from verl.commands.parsers import merge_main
 from verl.utils.errors import VerlError
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
+
+
+def main() -> int:
+    """`merge_main`, with the status 1 for a mistake, which is printed."""
+    try:
+        return merge_main()
+    except VerlError as error:
+        say_error(f"error: {error}")
+        return 1
+
 
 if __name__ == "__main__":
-    try:
-        status = merge_main()
-    except VerlError as error:
-        sys.exit(f"error: {error}")
-    end_process(status)
+    end_process(main)

@@ -4,29 +4,36 @@ The folder is written tensor by tensor, or layer by layer where the family's for
 at most one layer in memory, and one rank writes each file.
 """
 
+import copy
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl.config import HFModelConfig
+from verl.data.chat import end_marks
 from verl.models.load import load_tokenizer, no_progress_bars
 from verl.models.model_place import find_folder
 from verl.models.tensor_file import TensorFile, digests_in, size_bytes, tensor_digest
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 MAX_PARAMETERS_FOR_LOGIT_CHECK = 50_000_000  # parameters up to which the logits of the reloaded model are compared too
 MAX_FILE_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NUM_FIXED_TOKENS = 16
+GENERATION_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # what other values depend on
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -41,15 +48,77 @@ def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def export_config_and_tokenizer(model: PreTrainedModel, settings: HFModelConfig, folder: Path) -> None:
-    """config.json, generation_config.json, and the tokenizer if the model's folder has one."""
+    """config.json, generation_config.json, and the tokenizer with its template if the model's folder has one."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.architectures = [model_class(model).__name__]
-    model.config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
     source = find_folder(settings.tokenizer_path or settings.path or "", "path") or Path()
-    if any((source / name).is_file() for name in TOKENIZER_FILES):
-        load_tokenizer(settings).save_pretrained(folder)
+    has_tokenizer = any((source / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(settings) if has_tokenizer else None
+    config = copy.deepcopy(model.config)
+    config.architectures = [model_class(model).__name__]
+    _save(config, folder, f"config.json of {settings.path}")
+    if (generation := generation_config_to_save(model, tokenizer)) is not None:
+        _save(generation, folder, f"generation_config.json of {settings.path}")
+    if tokenizer is not None:
+        _save(tokenizer, folder, f"the tokenizer of {source}")
+
+
+def generation_config_to_save(model: PreTrainedModel, tokenizer: Any) -> GenerationConfig | None:
+    """The model's generation config as it is saved, None for a model that generates nothing."""
+    if not model.can_generate() or model.generation_config is None:
+        return None
+    values = fitting_generation_values(model.generation_config.to_diff_dict())
+    return GenerationConfig(**with_end_marks(values, tokenizer))
+
+
+def with_end_marks(values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """`values` of a generation config whose eos_token_id has what training puts behind an answer: a program that does
+    not know it never stops."""
+    named = values.get("eos_token_id")
+    before = named if isinstance(named, list) else [] if named is None else [named]
+    new = [token for token in end_marks(tokenizer) if token not in before]
+    return {**values, "eos_token_id": [*before, *new]} if new else values
+
+
+def fitting_generation_values(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` of a generation config without those that `transformers` refuses; a warning names what is left out.
+
+    Many published models have such values, a temperature without do_sample above all.
+    """
+    if _fits(values):
+        return values
+    fitting: dict[str, Any] = {}
+    for name in sorted(values, key=lambda name: (name not in GENERATION_MODES, name)):
+        if _fits({**fitting, name: values[name]}):
+            fitting[name] = values[name]
+    logger.warning(
+        "the saved generation_config.json leaves out %s, which transformers refuses beside the other values; to keep "
+        'them, correct the model\'s own file (often "do_sample": true is missing)',
+        ", ".join(f"{name}={value!r}" for name, value in values.items() if name not in fitting),
+    )
+    return fitting
+
+
+def _fits(values: dict[str, Any]) -> bool:
+    nested = {name: value for name, value in values.items() if isinstance(value, dict)}
+    try:
+        config = GenerationConfig(**nested)  # given all at once, it would warn of what is looked for here
+        vars(config).update({name: value for name, value in values.items() if name not in nested})
+        config.validate(strict=True)
+    except (ValueError, TypeError, AttributeError):  # values of another type fail in comparisons
+        return False
+    return True
+
+
+def _save(part: Any, folder: Path, what: str) -> None:
+    try:
+        part.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the library's classes check in their own ways
+        raise ConfigError(
+            f"{what} cannot be saved ({type(error).__name__}: {' '.join(str(error).split())[:300]}), so the trained "
+            "model could not be either; correct the file in the model's folder"
+        ) from error
 
 
 @dataclass
@@ -122,7 +191,7 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
 
 
 def _units_to_write(model: PreTrainedModel, meta: TensorsByName) -> list[tuple[str, ...]]:
-    """What is written at once, ordered by when it is complete: single tensors, and layers with joined tensors."""
+    """Units written at once, in the order in which they are complete: single tensors, layers with joined tensors."""
     units: list[tuple[str, ...]] = []
     for layer in _names_by_layer(meta):
         joined_tensors = to_hub_format(model, {name: meta[name] for name in layer})

@@ -11,11 +11,13 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from verl.config.special_files import refuse_special
+from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -46,17 +48,25 @@ def fastest(timing_key: str, ways: Ways) -> str:
     """
     if len(ways) == 1:
         return next(iter(ways))
-    key = " | ".join((machine(), timing_key))
-    machine_file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "fastest.json"
-    with _locked_if_possible(machine_file):
-        known = [_read(file).get(key) for file in (_run_file, machine_file) if file is not None]
-        choice, is_certain = next((way for way in known if way in ways), None), True
-        if choice is None:
-            choice, is_certain = measure(ways)
-        for file in (_run_file, machine_file if is_certain else None):
-            if file is not None:
-                _store(file, key, choice)
+    with _locked_if_possible(_machine_file()):
+        return kept_choice(timing_key, ways, lambda: measure(ways))
+
+
+def kept_choice(timing_key: str, ways: Collection[str], choose: Callable[[], tuple[str, bool]]) -> str:
+    """`fastest` where `choose` measures, and says whether it is certain: for a process that nobody asks beside."""
+    key, machine_file = " | ".join((machine(), timing_key)), _machine_file()
+    known = [_read(file).get(key) for file in (_run_file, machine_file) if file is not None]
+    choice, is_certain = next((way for way in known if way in ways), None), True
+    if choice is None:
+        choice, is_certain = choose()
+    for file in (_run_file, machine_file if is_certain else None):
+        if file is not None:
+            _store(file, key, choice)
     return choice
+
+
+def _machine_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "fastest.json"
 
 
 def measure(ways: Ways) -> tuple[str, bool]:
@@ -119,22 +129,22 @@ def _locked_if_possible(file: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(file.with_suffix(".lock").open("w"))
+            lock = stack.enter_context(refuse_special(file.with_suffix(".lock"), "a lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             logger.warning("%s cannot be locked (%s): ranks may choose different kernels", file, error)
         yield
 
 
 def _read(file: Path) -> dict[str, str]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(refuse_special(file, "chosen kernels").read_text())
+        return {key: way for key, way in content.items() if isinstance(way, str)}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, ConfigError) as error:
         logger.warning("%s cannot be read (%s): kernels are measured anew", file, error)
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _store(file: Path, key: str, choice: str) -> None:

@@ -108,22 +108,28 @@ def _product_flops(name: str, module: nn.Module, parameter: nn.Parameter, config
 
 
 def _attention_costs(config: PreTrainedConfig) -> Iterable[AttentionCost]:
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = getattr(config, "qk_nope_head_dim", None)
-    keys = size if keys is None else keys + config.qk_rope_head_dim
-    values = getattr(config, "v_head_dim", None) or keys
-    window = getattr(config, "sliding_window", None)
+    """The layers that mix tokens. Names differ by family; a kind of layer that is not known costs nothing here."""
+
+    def number(*names: str) -> int:
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), 0)
+
+    heads = number("num_attention_heads")
+    size = number("head_dim", "attention_head_dim") or config.hidden_size // max(1, heads)
+    keys = number("qk_nope_head_dim") + config.qk_rope_head_dim if number("qk_nope_head_dim") else size
+    values = number("v_head_dim") or keys
+    window = number("sliding_window") or None
     if getattr(config, "use_sliding_window", True) is False:
         window = None
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    for kind in kinds:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    for kind in kinds or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers:
         if kind == "linear_attention":  # per token: state times key, state update by value, state times query
-            state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-            yield AttentionCost(6 * state, 1)
-        else:
+            state = number("linear_num_value_heads", "linear_num_heads")  # 0: Mamba's scan under this name
+            state *= number("linear_key_head_dim", "linear_head_dim") * number(
+                "linear_value_head_dim", "linear_head_dim"
+            )
+            if state:
+                yield AttentionCost(6 * state, 1)
+        elif heads and ("attention" in kind or kind == "hybrid"):  # Zamba's hybrid: attention and Mamba in one
             yield AttentionCost(2 * heads * (keys + values), window if kind == "sliding_attention" else None)
 
 

@@ -1,4 +1,4 @@
-"""What a model folder must agree on before a run starts: its configuration, tokenizer, index and weights."""
+"""Checks that a model folder agrees with itself before a run starts: configuration, tokenizer, index and weights."""
 
 import copy
 import json
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from verl.data.chat import end_marks
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.suggest import did_you_mean
 
@@ -32,7 +33,31 @@ RANGES = (
     (("_softcapping", "query_pre_attn_scalar", "logit_scale", "logits_scaling", "attention_multiplier"), 0.0, math.inf,
      False, "a number above 0"),
 )  # fmt: skip
+FP8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
 NOT_FLOATING = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
+WRITE_PLAIN = "python scripts/write_plain_model.py {folder} NEW_FOLDER"
+TRANSFORMERS_OWN = "take the repository of this model that is made for transformers"
+# What a folder may hold instead of a model: (pattern of a file, what it is, what to do about it).
+ADAPTERS = ("adapter_config.json", "adapters, without their model",
+            "give the folder of that model, and this one as model.lora_adapter_path")  # fmt: skip
+GGUF = ("*.gguf", "a model as GGUF", f"take the original, or convert it: {WRITE_PLAIN} --gguf {{file}}")
+NOTHING = ("*", "no whole model", "complete the download (hf download ORG/NAME; for a gated model first accept its "
+           "terms on its page, then run hf auth login)")  # fmt: skip
+WITHOUT_CONFIG = (ADAPTERS, GGUF, NOTHING)
+WITHOUT_WEIGHTS = (
+    ADAPTERS,
+    (
+        "model-*.safetensors",
+        f"parts of the weights without {INDEX}, which lists them",
+        "download the model again, whole",
+    ),
+    ("*.safetensors", "weights under a name that transformers does not read", TRANSFORMERS_OWN),
+    GGUF,
+    ("pytorch_model*.bin", "pickled weights", f"convert them: {WRITE_PLAIN}"),
+    ("*.pth", "weights in a form of their makers", TRANSFORMERS_OWN),
+    NOTHING,
+)
 Headers = dict[str, tuple[Path, str]]  # tensor name -> its file, its type as safetensors writes it
 
 
@@ -47,6 +72,7 @@ def check_config(config: PreTrainedConfig, source: str) -> None:
             raise ConfigError(
                 f"{source}: {name}={size}, but a model has at least one; take the model's own config.json"
             )
+    _check_tokens(text, source)
     _check_ranges(text, source)
     _check_experts(text, source)
     if kinds is not None and len(kinds) != text.num_hidden_layers:
@@ -61,6 +87,16 @@ def check_config(config: PreTrainedConfig, source: str) -> None:
     if isinstance(activation, str) and activation not in ACT2FN:
         raise ConfigError(f"{source}: hidden_act={activation!r} is no activation; {did_you_mean(activation, ACT2FN)}")
     _check_rope(getattr(text, "rope_parameters", None) or {}, source)
+
+
+def _check_tokens(config: Any, source: str, size: float = math.inf) -> None:
+    """ConfigError where a special token of a configuration is no token id, or the padding none of `size` embeddings."""
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        value = getattr(config, name, None)
+        for token in value if isinstance(value, list) else [value]:
+            if token is None or (type(token) is int and (name != "pad_token_id" or -size <= token < size)):
+                continue
+            raise ConfigError(f"{source}: {name}={value!r}, but it is the id of a token (vocab_size={size})")
 
 
 def _check_ranges(text: PreTrainedConfig, source: str) -> None:
@@ -85,7 +121,8 @@ def _check_experts(text: PreTrainedConfig, source: str) -> None:
 
 
 def _check_rope(parameters: dict[str, Any], source: str) -> None:
-    for part in (part for part in (parameters, *parameters.values()) if isinstance(part, dict)):
+    by_layer = [part for part in parameters.values() if isinstance(part, dict)]
+    for part in by_layer or [parameters]:  # transformers 5.16 writes empty values beside those of the layers
         kind, theta = part.get("rope_type", "default"), part.get("rope_theta", 1.0)
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
             raise ConfigError(f"{source}: rope_type={kind!r} is unknown; {did_you_mean(kind, ROPE_INIT_FUNCTIONS)}")
@@ -113,7 +150,8 @@ def check_model_for_run(
     """
     text = config.get_text_config()
     warnings = _check_vocabulary(text.vocab_size, tokenizer)
-    ends = _end_tokens(text, folder) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    _check_tokens(text, f"{folder}/config.json", text.vocab_size)
+    ends = _end_tokens(text, folder) or end_tokens(config, folder, tokenizer)
     outside = [token for token in ends if not 0 <= token < text.vocab_size]
     if outside:
         raise ConfigError(
@@ -145,9 +183,20 @@ def _has_learned_positions(config: PreTrainedConfig, positions: int) -> bool:
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    outside = {name: token for name, token in tokenizer.get_vocab().items() if token >= vocab_size}
+    vocabulary, doubts = tokenizer.get_vocab(), []
+    if (file := Path(tokenizer.name_or_path) / "tokenizer.json").is_file():  # the library keeps one name of an id
+        saved = json.loads(file.read_bytes())["model"].get("vocab")
+        vocabulary |= saved if isinstance(saved, dict) else {}
+    names = {token: name for name, token in vocabulary.items()}
+    if shared := [name for name, token in vocabulary.items() if names[token] != name]:
+        token = vocabulary[shared[0]]
+        doubts.append(
+            f"the tokenizer has several tokens with one id, such as {shared[0]!r} and {names[token]!r} with {token} "
+            f"({len(shared)} in all): the model cannot tell them apart; is tokenizer.json whole?"
+        )
+    outside = {name: token for name, token in vocabulary.items() if token >= vocab_size}
     if not outside:
-        return []
+        return doubts
     name, token = max(outside.items(), key=lambda item: item[1])
     what = f"{len(outside)} tokens of the tokenizer, {name!r} ({token}) the last, have no place among the {vocab_size}"
     if outside.keys() - tokenizer.get_added_vocab().keys():
@@ -155,7 +204,14 @@ def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> li
             f"{what} that the model has embeddings for: config.json and the tokenizer are of different models; set "
             "model.tokenizer_path to the tokenizer of this model"
         )
-    return [f"{what} that the model has embeddings for; they were added alone, and a text with one is refused"]
+    return [*doubts, f"{what} that the model has embeddings for; they were added alone; a text with one is refused"]
+
+
+def end_tokens(config: PreTrainedConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: those which the model's files or the tokenizer name, and the one that training
+    puts there."""
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return list(dict.fromkeys([*_end_tokens(config.get_text_config(), folder), *own, *end_marks(tokenizer)]))
 
 
 def _end_tokens(text: PreTrainedConfig, folder: Path) -> list[int]:
@@ -165,12 +221,57 @@ def _end_tokens(text: PreTrainedConfig, folder: Path) -> list[int]:
     if (folder / "generation_config.json").is_file():
         try:
             sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
+        except Exception as error:  # the library raises whatever it meets
+            raise ConfigError(f"{folder / 'generation_config.json'} cannot be used: {str(error)[:300]}") from error
+        _check_tokens(sources[-1], f"{folder / 'generation_config.json'}")
     for source in sources:
         named = getattr(source, "eos_token_id", None)
         ends += named if isinstance(named, list) else [] if named is None else [named]
     return ends
+
+
+def check_readable_weights(folder: Path) -> None:
+    """ConfigError where transformers finds no weights in a folder; says what it holds and what to do about it."""
+    if not any((folder / name).is_file() for name in ("model.safetensors", INDEX)):
+        raise ConfigError(
+            f"{folder} holds no *.safetensors to read, only {listing(folder)}: {instead(folder, WITHOUT_WEIGHTS)}. Or "
+            "start from random weights: +model.override_config.init_random=true"
+        )
+
+
+def listing(folder: Path) -> str:
+    return ", ".join(sorted(path.name for path in folder.iterdir())[:12]) or "nothing"
+
+
+def instead(folder: Path, kinds: tuple[tuple[str, str, str], ...]) -> str:
+    """The first of `kinds` that is in the folder, and what to do about it."""
+    for pattern, what, advice in kinds:
+        if found := sorted(folder.glob(pattern)):
+            return f"{what}; {advice.format(folder=folder, file=found[0].name)}"
+    return "give the folder of a model"
+
+
+def check_not_quantised(folder: Path) -> None:
+    """ConfigError where config.json says that the weights are quantised; says how to get others."""
+    if (how := quantisation(folder)) is not None:
+        raise ConfigError(
+            f"{folder}: its weights are quantised ({how}, says config.json), and here floating point is "
+            "computed; take the model that they were made from, often named alike without the last part, or convert "
+            f"them: {WRITE_PLAIN.format(folder=folder)}"
+        )
+
+
+def quantisation(folder: Path) -> str | None:
+    """The method by which config.json says that the weights are quantised; None for plain ones."""
+    try:
+        values = json.loads((folder / "config.json").read_bytes())
+    except (ValueError, RecursionError):  # whoever reads the configuration says what is wrong with it
+        return None
+    parts = [values, *values.values()] if isinstance(values, dict) else []  # of images and text: inside, too
+    for part in (part for part in parts if isinstance(part, dict)):
+        for settings in (part[name] for name in QUANTISED if isinstance(part.get(name), dict)):
+            return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "no method"))
+    return None
 
 
 def check_weight_files(folder: Path, config: PreTrainedConfig) -> None:
@@ -188,14 +289,21 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> None:
             f"{index} and the files disagree about {len(lost)} tensors, first {sorted(lost)[0]}: the index is of "
             "another model, or files were replaced; download the model again, whole"
         )
+    scaled = {name.rpartition(".")[0] for name in headers if "scale" in name.rpartition(".")[2]}
+    bare = sorted(n for n, (_, kind) in headers.items() if kind in FP8 and n.rpartition(".")[0] not in scaled)
+    if bare:
+        raise CheckpointError(
+            f"{folder}: {bare[0]} is stored as {headers[bare[0]][1]} without a scale beside it, so its values are not "
+            "known; download the model again, whole, or take the original"
+        )
     integers = sorted(name for name, (_, kind) in headers.items() if name.endswith("weight") and kind in NOT_FLOATING)
-    if integers and not getattr(config, "quantization_config", None):
+    if integers:
         name = integers[0]
         raise CheckpointError(
             f"{folder}: {name} is stored as {headers[name][1]}, integers; trained weights are floating point. Convert "
             "the model back from its quantised form, or take the original"
         )
-    if config.get_text_config().tie_word_embeddings:
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):
         _check_tied_head(folder, headers)
 
 

@@ -97,6 +97,8 @@ class FusedRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # which gives `out` the strides of `grad`
+            grad = grad.contiguous()
         size = x.shape[-1]
         product = (x * grad).reshape(-1, size)
         correction = (product @ weight).view_as(inverse_rms).mul_(inverse_rms**3).div_(-size)

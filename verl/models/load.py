@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,24 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from verl.config import HFModelConfig
+from verl.data.chat import check_template_ends
 from verl.models.attention.packed import PACKED_ATTENTION
-from verl.models.folder_checks import check_config, check_weight_files, check_weights
+from verl.models.config_overrides import difference, overridden
+from verl.models.folder_checks import (
+    WITHOUT_CONFIG,
+    check_config,
+    check_not_quantised,
+    check_readable_weights,
+    check_weight_files,
+    check_weights,
+    end_tokens,
+    instead,
+    listing,
+)
 from verl.models.model_place import existing_folder, model_in_checkpoint
 from verl.models.registry import check_router, family_of, make_packed
+from verl.plugin.library_versions import give_weights_one_dtype
+from verl.utils.cores import num_cores
 from verl.utils.errors import CheckpointError, ConfigError
 
 DTYPES = {
@@ -38,7 +53,7 @@ DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
-WEIGHT_PATTERNS = ("*.safetensors",)
+TEXT_PARTS = ("text_config", "decoder", "generator", "text_encoder")  # where `transformers` keeps a language model
 # Weights of an image-text model that its text part does not load, and how its other names are mapped.
 NON_TEXT_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.", "mtp.")
 TEXT_KEY_MAPPING = {r"^language_model\.(model|lm_head)\.": r"\1.", r"^model\.language_model\.": "model."}
@@ -51,20 +66,28 @@ def dtype_of(name: str, key: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_config(path: str | Path, override: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """The configuration in a folder, with `override` on top (a key the configuration lacks is refused).
-
-    For an image-text model it is the text part's, if that is a language model of its own.
-    """
-    config = apply_override(_language_config(path), override or {})
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration in a folder; of an image-text model the text part's, if that is a language model of its own."""
+    config = _language_config(_whole_config(path, {}))
     check_config(config, f"{path}/config.json")
     return config
 
 
-def _language_config(path: str | Path | None) -> PreTrainedConfig:
-    config = read_config(model_folder(path))
-    text = config.get_text_config()
-    return text if type(text) in AutoModelForCausalLM._model_mapping else config
+def _whole_config(path: str | Path | None, override: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration in a folder with `override` on top, which may be of the language model in it alone."""
+    whole = read_config(folder := model_folder(path))
+    text = _language_config(whole)
+    part = next((name for name in TEXT_PARTS if text is not whole and getattr(whole, name, None) is text), None)
+    if not override:
+        return whole
+    if part is not None:
+        override = {part: {n: v for n, v in override.items() if n != part} | override.get(part, {})}
+    return overridden(whole, type(whole).get_config_dict(folder, local_files_only=True)[0], override)
+
+
+def _language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
+    text = whole.get_text_config()
+    return text if type(text) in AutoModelForCausalLM._model_mapping else whole
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -88,43 +111,42 @@ def refuse_own_code(file: Path, error: Exception) -> None:
         ) from error
 
 
-def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTrainedConfig:
-    """`config` itself, with values replaced; those under `model_config` too, as the reference system nests them."""
-    flat = {**override, **override.get("model_config", {})}
-    flat.pop("model_config", None)
-    for name, value in flat.items():
-        if not hasattr(config, name):
-            raise ConfigError(f"model.override_config.{name}={value!r}: {type(config).__name__} has no such value")
-        try:
-            setattr(config, name, value)
-        except Exception as error:  # the library checks types in its own way
-            raise ConfigError(f"model.override_config.{name}={value!r}: {str(error)[:300]}") from error
-    return config
-
-
 def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
     """(configuration, whether to initialise the weights randomly) from `model.*`.
 
     Dropout and the jitter of routers are off unless `override_config` sets them: an update needs the log-probs of the
     policy that sampled.
     """
-    override = dict(model.override_config)
-    init_random = bool(override.pop("init_random", False))
-    attention = override.pop("attn_implementation", None)
+    attention = model.override_config.get("attn_implementation")
     if attention not in (None, PACKED_ATTENTION, "sdpa", "flash_attention_2", "flash_attention_3"):
         raise ConfigError(
             f"model.override_config.attn_implementation={attention!r} is not used: packed models attend through "
             f"{PACKED_ATTENTION}, which picks the best kernel of the device. Leave it out"
         )
-    folder = model.hf_config_path or model.path
-    config = _language_config(folder)
+    folder, override = model.hf_config_path or model.path, _override_of(model)
+    config = _language_config(_whole_config(folder, override))
+    asked = {*override, *(name for part in override.values() if isinstance(part, dict) for name in part)}
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "_pdrop", "jitter_noise")) and isinstance(value, float):
+        if name.endswith(("dropout", "_pdrop", "jitter_noise")) and isinstance(value, float) and name not in asked:
             setattr(config, name, 0.0)
-    apply_override(config, override)
     check_config(config, f"{folder}/config.json{' with model.override_config' if override else ''}")
     check_router(config)
-    return config, init_random
+    return config, bool(model.override_config.get("init_random", False))
+
+
+def _override_of(model: HFModelConfig) -> dict[str, Any]:
+    """Overrides of values in config.json, also those under `model_config`, as the reference system nests them."""
+    flat = {**model.override_config, **model.override_config.get("model_config", {})}
+    return {n: v for n, v in flat.items() if n not in ("model_config", "init_random", "attn_implementation")}
+
+
+def changed_config(model: HFModelConfig) -> dict[str, Any]:
+    """The values by which the trained model's configuration differs from config.json in `model.path`, for whoever reads
+    that file: a rollout engine."""
+    folder, override = model.hf_config_path or model.path, _override_of(model)
+    if not override and folder == model.path:
+        return {}
+    return difference(_whole_config(model.path, {}), _whole_config(folder, override))
 
 
 def model_folder(path: str | Path | None) -> Path:
@@ -133,7 +155,9 @@ def model_folder(path: str | Path | None) -> Path:
     if not (folder / "config.json").is_file():
         if (inner := model_in_checkpoint(folder)) is not None:
             raise ConfigError(f"model.path={path} holds checkpoints; the model in it is model.path={inner}")
-        raise ConfigError(f"model.path={path} has no config.json; found: {', '.join(_listing(folder)) or 'nothing'}")
+        raise ConfigError(
+            f"model.path={path} has no config.json; found: {listing(folder)}: {instead(folder, WITHOUT_CONFIG)}"
+        )
     return folder
 
 
@@ -204,6 +228,7 @@ def _load(
     structure_only: bool,
     optional_prefixes: tuple[str, ...],
 ) -> PreTrainedModel:
+    limit_threads()
     folder = model_folder(path)
     if type(config) not in auto_class._model_mapping:
         raise ConfigError(
@@ -213,17 +238,29 @@ def _load(
         raise ConfigError(f"model family {config.model_type!r} has no linear head named score; it can score nothing")
     if structure_only:
         model, missing = _meta_model(auto_class, config, dtype), []
-    elif init_random:
-        model = auto_class.from_config(config, dtype=dtype)
-        missing = list(optional_prefixes)
     else:
-        model, missing = _read_weights(auto_class, folder, config, dtype, optional_prefixes)
+        try:
+            if init_random:
+                model, missing = auto_class.from_config(config, dtype=dtype), list(optional_prefixes)
+            else:
+                model, missing = _read_weights(auto_class, folder, config, dtype, optional_prefixes)
+        except (RuntimeError, MemoryError, AssertionError, TypeError) as error:  # sizes that nobody has memory for
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"no model can be made of {folder}: {type(error).__name__}: {reason}") from error
+    give_weights_one_dtype(model, dtype)
     if missing and optional_prefixes:
         for parameter in model.score.parameters():
             nn.init.zeros_(parameter)
     if not family_of(model.config).padded_because:
         make_packed(model)  # also for padded runs: the library's own attention may drop soft caps and sinks
     return model.eval()
+
+
+def limit_threads() -> None:
+    """Compute with no more threads than this process has cores, unless OMP_NUM_THREADS says how many: torch by itself
+    knows no limit but its affinity."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
 
 
 def _meta_model(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -257,11 +294,8 @@ def _is_no_load_report(record: logging.LogRecord) -> bool:
 def _read_weights(
     auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype, optional_prefixes: tuple[str, ...]
 ) -> tuple[PreTrainedModel, list[str]]:
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
-        raise ConfigError(
-            f"{folder} holds no *.safetensors, only {', '.join(_listing(folder))}; convert the weights to safetensors, "
-            "or set +model.override_config.init_random=true to start from random ones"
-        )
+    check_readable_weights(folder)
+    check_not_quantised(folder)
     check_weight_files(folder, config)
     model, info = auto_class.from_pretrained(
         folder,
@@ -309,8 +343,11 @@ def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = model.custom_chat_template
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
+    check_template_ends(tokenizer)
     return tokenizer
 
 
-def _listing(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())[:12]
+def describe_ends(model: HFModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokens that end an answer of a model, with their ids."""
+    ends = end_tokens(build_config(model)[0], model_folder(model.path), tokenizer)
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in ends) or "at their length alone"

@@ -108,7 +108,7 @@ def _new_lora_config(model: nn.Module, settings: HFModelConfig) -> "peft.LoraCon
 
 
 def _task_type(model: nn.Module) -> str:
-    """What peft calls the model's task."""
+    """The model's task in peft's words."""
     if not hasattr(model, VALUE_HEAD):
         return "CAUSAL_LM"
     return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"

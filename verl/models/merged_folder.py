@@ -10,7 +10,7 @@ import torch
 
 from verl.config import HFModelConfig
 from verl.models import export
-from verl.models.load import load_causal_lm, load_config
+from verl.models.load import build_config, load_causal_lm, load_config
 from verl.models.lora import adapter_scales, add_adapters, merge_adapters
 from verl.utils.errors import ConfigError
 
@@ -34,7 +34,10 @@ def write_merged(settings: HFModelConfig, folder: Path) -> None:
     """Write the merged model, its configuration and its tokenizer."""
     path = settings.path or ""
     dtype = load_config(path).dtype or torch.float32
-    base, model = (load_causal_lm(path, dtype=dtype, structure_only=meta) for meta in (True, False))
+    changed = [build_config(settings)[0] for _ in range(2)]
+    base, model = (
+        load_causal_lm(path, dtype, c, structure_only=m) for c, m in zip(changed, (True, False), strict=True)
+    )
     add_adapters(model, settings, seed=0)
     parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     saved = model.state_dict()

@@ -1,31 +1,18 @@
 """Where a model is on this machine: a folder, or a Hub id that the local Hugging Face cache holds. No network."""
 
-import re
 from pathlib import Path
 
 from verl.config.check import NO_MODEL
+from verl.config.special_files import refuse_special
+from verl.data.file_places import HUB_ID, cached_snapshot
 from verl.utils.errors import ConfigError
 from verl.utils.paths import expand_home
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_folder(path: str | Path, key: str) -> Path | None:
     """The folder that `path` names, itself or in the local Hugging Face cache; None where it is in neither place."""
     folder = expand_home(path, f"model.{key}")
-    return folder if folder.is_dir() else _cached_folder(str(path))
-
-
-def _cached_folder(hub_id: str) -> Path | None:
-    if not _HUB_ID.fullmatch(hub_id):
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
-        return None
+    return refuse_special(folder, f"model.{key}") if folder.is_dir() else cached_snapshot(str(path), "model")
 
 
 def reward_model_folder(path: str | Path) -> Path:
@@ -45,10 +32,13 @@ def existing_folder(path: str | Path | None, key: str) -> Path:
     folder = find_folder(path, key)
     if folder is not None:
         return folder
-    if _HUB_ID.fullmatch(str(path)):
+    if Path(path).expanduser().exists():
+        raise ConfigError(f"model.{key}={path} is a file; give the folder that it is in")
+    if HUB_ID.fullmatch(str(path)):
         raise ConfigError(
             f"model.{key}={path} is not a folder, and the local Hugging Face cache does not hold it; models are read "
-            f"from disk only: run `hf download {path}` first, or `hf download {path} --local-dir DIR` and give DIR"
+            f"from disk only: run `hf download {path}` first, or `hf download {path} --local-dir DIR` and give DIR "
+            "(a gated model asks for more: accept its terms on its page, then run `hf auth login`)"
         )
     raise ConfigError(
         f"model.{key}={path} is not a folder; models are read from disk only: give the folder of a model, or the id "

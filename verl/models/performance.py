@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl.config import HFModelConfig
 from verl.models.fused_rms_norm import use_fused_rms_norm
+from verl.plugin.library_versions import recompute_activations
 
 MIN_OFFLOAD_BYTES = 1 << 20  # on a device with memory of its own, smaller activations are not worth a transfer
 MAX_IN_FLIGHT = 8  # copies to the host that may be under way before the device waits for the oldest
@@ -33,7 +34,7 @@ def apply_performance_options(
     if not trains:
         return contextlib.nullcontext
     if config.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": has_dropout(model)})
+        recompute_activations(model, use_reentrant=False, preserve_rng_state=has_dropout(model))
     if not config.enable_activation_offload:
         return contextlib.nullcontext
     parameters = ParameterStorages(model)

@@ -1,17 +1,22 @@
-"""What each model family can do: whether it runs packed, why not, and which traits it has.
+"""Traits of each model family: whether it runs packed, why not, and what else sets it apart.
 
 A family is `config.model_type`. To add one, write one line here (or call `register_family` in the module that
 `model.external_lib` names) and one in tests/models/test_transformer.py, which then compares logits and gradients of
 packed and padded runs with those of each sequence alone.
 """
 
+import re
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.models.attention.packed import use_packed_attention
 from verl.models.attention.recurrent_layers import run_mixers_per_sequence
+from verl.plugin.library_versions import falcon_h1_padded_because
 from verl.utils.errors import ConfigError, PluginError
 
 TRAITS = {
@@ -79,7 +84,7 @@ for _family in (
     Family("granite", "Granite 3"),
     Family("starcoder2", "StarCoder2"),
     Family("smollm3", "SmolLM3"),
-    Family("falcon_h1", "Falcon-H1", ("state",), ("mamba",)),
+    Family("falcon_h1", "Falcon-H1", ("state",), ("mamba",), falcon_h1_padded_because()),
     Family("jamba", "Jamba", ("experts", "state"), padded_because="its Mamba layers take no sequence boundaries"),
     Family("bloom", "BLOOM", padded_because="its attention does not go through the library's attention interface"),
 ):
@@ -95,6 +100,13 @@ def family_of(config: PreTrainedConfig) -> Family:
 def runs_packed(config: PreTrainedConfig, wanted: bool) -> bool:
     """Whether to pack sequences; False when not `wanted` (model.use_remove_padding) or not possible."""
     return wanted and not family_of(config).padded_because
+
+
+def has_full_attention(config: PreTrainedConfig) -> bool:
+    """Whether every layer attends to the whole sequence, so that a prompt of several sequences can be computed once."""
+    kinds = getattr(config, "layer_types", None) or []
+    limited = getattr(config, "sliding_window", None) is not None and not kinds
+    return not family_of(config).mixers and not limited and all("full" in kind for kind in kinds)
 
 
 def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
@@ -125,7 +137,7 @@ def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int, n
         reason = family_of(config).padded_because or "model.use_remove_padding=False asks for it"
         raise ConfigError(
             f"{key} cannot be used with model family {config.model_type!r}, which runs padded: {reason}. "
-            "Set ulysses_sequence_parallel_size=1"
+            "Only ulysses_sequence_parallel_size=1 works"
         )
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -146,7 +158,8 @@ def check_sequences(config: PreTrainedConfig, longest: int, largest_token_id: in
         )
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (part for part in (rope, *rope.values()) if isinstance(part, dict)):
-        limit = min(part.get("original_max_position_embeddings") or longest, text.max_position_embeddings)
+        positions = getattr(text, "max_position_embeddings", None) or longest
+        limit = min(part.get("original_max_position_embeddings") or longest, positions)
         if part.get("rope_type") in _LENGTH_DEPENDENT_ROPE and longest > limit:
             raise ConfigError(
                 f"a sequence has {longest} tokens, but rope_type={part['rope_type']} takes other frequencies for all "
@@ -163,14 +176,41 @@ def make_packed(model: nn.Module) -> None:
         run_mixers_per_sequence(model, mixers)
 
 
-def check_no_logit_softcap(config: PreTrainedConfig) -> None:
-    """Refuses models that bound their logits: the head computes hidden states times a matrix, scaled."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap is not None:
+class _GivenHidden(SimpleNamespace):
+    """The output of a backbone, with None for all but the hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int) -> Any:
+        return self.last_hidden_state if place == 0 else None
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Refuses a model whose logits are more than its head times the hidden states, over `logit_divisor`.
+
+    Families scale and bound their logits under many names, so the model's own forward is asked what it makes of given
+    hidden states. They are large, so that a bound shows.
+    """
+    head, backbone = model.get_output_embeddings(), model.base_model
+    hidden = torch.linspace(-1, 1, 2 * head.weight.shape[1]).view(1, 2, -1).to(head.weight)
+    hidden *= 100 / float(head(hidden).abs().max())
+    backbone.forward = lambda *args, **kwargs: _GivenHidden(last_hidden_state=hidden)
+    try:
+        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device), use_cache=False).logits
+    finally:
+        del backbone.forward
+    expected = head(hidden).float() / logit_divisor(model.config)
+    if (found.float() - expected).abs().max() > 0.02 * expected.abs().max():
+        caps = [name for name, cap in model.config.to_dict().items() if re.search("logits?_soft_?cap", name) and cap]
+        advice = "train another"
+        if "final_logit_softcapping" in caps:  # of the others, the forward needs a number
+            advice = "set model.override_config.final_logit_softcapping=null to train the model without the bound"
         raise ConfigError(
-            f"model family {config.model_type!r} bounds its logits (final_logit_softcapping={cap}), which the head "
-            "does not do yet; train a family without it, or set model.override_config.final_logit_softcapping=null to "
-            "train the model without the bound"
+            f"model family {model.config.model_type!r} scales or bounds its logits beyond hidden states times a matrix "
+            f"({', '.join(f'{n}={getattr(model.config, n)}' for n in caps) or 'see its forward'}), which the head does "
+            f"not do yet; {advice}"
         )
 
 
@@ -185,11 +225,13 @@ def check_router(config: PreTrainedConfig) -> None:
 
 
 def logit_divisor(config: PreTrainedConfig) -> float:
-    """What the family divides its logits by, besides the temperature."""
+    """The divisor of the family's logits, besides the temperature."""
     if getattr(config, "logits_scaling", None) is not None:  # Granite
         return float(config.logits_scaling)
     if getattr(config, "logit_scale", None) is not None:  # Cohere
         return 1.0 / float(config.logit_scale)
+    if getattr(config, "lm_head_multiplier", None) is not None:  # Falcon-H1
+        return 1.0 / float(config.lm_head_multiplier)
     return 1.0
 
 

@@ -48,7 +48,7 @@ class Lane:
 
 @dataclass
 class AsyncTimeline:
-    """What the page draws. Times are seconds since the first event that is shown."""
+    """The data of the page. Times are seconds since the first event that is shown."""
 
     trainer: list[Bar] = field(default_factory=list)  # from the batch being complete to the publish
     stages: list[Bar] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Prompt:
     served: list[tuple[int, float, float]] = field(default_factory=list)  # replica, from, to
 
     def close(self, time: float, replica: int | None = None) -> None:
-        """Its requests at the replica, or at all, end; a prompt of a run with one engine was at that all the time."""
+        """Closes the prompt's bar at the replica. With a single engine the bar covers the whole prompt."""
         if replica is None and not self.running and not self.served:
             self.running[0] = self.start
         for number in list(self.running) if replica is None else [replica]:

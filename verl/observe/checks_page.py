@@ -13,7 +13,7 @@ STYLES = {GOOD: "green", WARNING: "yellow", WRONG: "bold red", SKIPPED: "dim"}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found; `examples` are (where, what)."""
+    """The result of one check; `examples` are (where, what)."""
 
     check: str
     level: str  # GOOD, WARNING, WRONG (a run on this cannot be right) or SKIPPED

@@ -132,7 +132,7 @@ class ClearMLBackend:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """What Ctrl-C and other signals do stays as it was: the run decides, and closes its trackers itself."""
+    """Keeps the handlers of Ctrl-C and other signals: the run decides, and closes its trackers itself."""
     before = {number: signal.getsignal(number) for number in _TAKEN}
     try:
         yield

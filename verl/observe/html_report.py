@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from verl.observe import async_timeline
 from verl.observe.alerts import AlertState
 from verl.observe.async_timeline import AsyncTimeline
+from verl.observe.metric_names import headline_rank
 from verl.observe.step_records import ReplicaPoints
 from verl.observe.svg_curves import (
     GEOMETRY,
@@ -23,32 +24,6 @@ from verl.observe.svg_curves import (
 from verl.observe.timers import BESIDE_STEP
 from verl.utils.paths import atomic_write_text
 
-# What people open the report for, in this order; a name that ends in "/" stands for all that begin with it.
-HEADLINE = (
-    "val-core/",
-    "critic/score/mean",
-    "critic/rewards/mean",
-    "train/loss",
-    "val/loss",
-    "train/rewards/accuracies",
-    "val/rewards/accuracies",
-    "train/rewards/margins",
-    "val/rewards/margins",
-    "reward/std",
-    "actor/kl_loss",
-    "actor/reward_kl_penalty",
-    "actor/ppo_kl",
-    "actor/entropy",
-    "response_length/mean",
-    "response_length/clip_ratio",
-    "actor/pg_clipfrac",
-    "actor/grad_norm",
-    "train/grad_norm",
-    "training/rollout_probs_diff_mean",
-    "rollout_corr/kl",
-    "perf/throughput",
-    "train/perf/throughput",
-)
 BANDS = {f"critic/{name}/mean": (f"critic/{name}/min", f"critic/{name}/max") for name in ("score", "rewards")}
 NOT_DRAWN = ("training/global_step", "training/epoch")
 NAMES = {"trainer.experiment_name", "trainer.default_local_dir"}  # they differ between any two runs
@@ -87,7 +62,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a page shows of one run: lines of its metrics file and its configuration, nested or flat."""
+    """One run on a page: the lines of its metrics file and its configuration, nested or flat."""
 
     name: str
     records: Sequence[Mapping[str, Any]]
@@ -170,14 +145,6 @@ def metric_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[
             if math.isfinite(float(value)):
                 values_by_step.setdefault(name, {})[float(record["step"])] = float(value)
     return {name: sorted(points.items()) for name, points in values_by_step.items()}
-
-
-def headline_rank(name: str) -> int | None:
-    """Where a metric stands in HEADLINE; None for all others."""
-    matches = (
-        i for i, wanted in enumerate(HEADLINE) if name == wanted or (wanted[-1] == "/" and name.startswith(wanted))
-    )
-    return next(matches, None)
 
 
 class GroupedCurves(NamedTuple):

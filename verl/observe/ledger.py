@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import uuid
@@ -14,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.config.special_files import refuse_special
 from verl.data.batch import Batch
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 from verl.utils.paths import fsync_dir, fsync_file, make_writable_folder
+
+logger = logging.getLogger(__name__)
 
 # dtype on disk of the token columns that are recorded when the batch has them
 TOKEN_COLUMNS = {
@@ -28,8 +32,10 @@ TOKEN_COLUMNS = {
     "values": np.float32,
     "advantages": np.float32,
 }
+SEQUENCE_COLUMNS = {"reward": "rewards", "group": "group_ids", "conversation": "conversations", "row": "rows"}
 DICTIONARY_COLUMNS = ("tokens", "advantages", "stop_reason")
 FORMAT_VERSION = 1
+Texts = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,13 @@ class Ledger:
         self.folder = make_writable_folder(folder, "the ledger's folder")
         self._unsynced: list[Path] = []
 
-    def append(self, step: int, batch: Batch, stop_reasons: Sequence[str] | None = None) -> Path:
+    def append(self, step: int, batch: Batch, stop_reasons: Texts | None = None, errors: Sequence[Texts] = ()) -> Path:
         """Record `batch` as step `step`, in place of an older file, and drop all but `keep_steps`; returns its path."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         columns = trajectory_columns(step, batch, stop_reasons)
+        columns |= {"tool_errors": pa.array(errors, pa.list_(pa.string()))} if errors else {}
         offsets = pa.array(batch.cu_seqlens.cpu().numpy().astype(np.int32))
         for name, dtype in TOKEN_COLUMNS.items():
             if name in batch:
@@ -70,6 +77,7 @@ class Ledger:
         path = ledger_path(self.folder, step)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         encoding = {"compression": "zstd", "compression_level": 1, "use_dictionary": dictionary_columns(table)}
+        encoding["write_page_checksum"] = True
         with self._os_errors_as_data_errors(f"record step {step}"):
             try:
                 pq.write_table(table, temporary, **encoding)
@@ -94,6 +102,22 @@ class Ledger:
     def rewind(self, step: int) -> None:
         """Delete the records of later steps, for a run that resumes after `step`."""
         self._delete(f"drop the records after step {step}", [s for s in ledger_steps(self.folder) if s > step])
+        kept = range(max(1, step + 1 - (self.keep_steps or step)), step + 1)
+        if lost := [why for number in kept if (why := self._damage(number))]:
+            logger.warning(
+                "%s: the records of %d steps before this start are missing or damaged, first %s",
+                self.folder, len(lost), lost[0],
+            )  # fmt: skip
+
+    def _damage(self, step: int) -> str:
+        """Why a record cannot be read, by its ends; what is between them, its reader compares with checksums."""
+        import pyarrow.parquet as pq
+
+        try:
+            pq.read_metadata(refuse_special(ledger_path(self.folder, step), "ledger"))
+        except (OSError, ValueError, ConfigError) as error:  # Arrow's errors are both
+            return f"step {step}: {' '.join(str(error).split())[:200]}"
+        return ""
 
     def sync(self) -> None:
         """Return when all appended files are on the disk and would survive a power cut."""
@@ -131,7 +155,7 @@ def trajectory_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | No
     if "policy_versions" in batch:
         versions = batch["policy_versions"].cpu().numpy()
         columns["policy_version_min"], columns["policy_version_max"] = versions[:, 0], versions[:, 1]
-    for name, source in (("reward", "rewards"), ("group", "group_ids"), ("row", "rows")):
+    for name, source in SEQUENCE_COLUMNS.items():
         if source in batch:
             columns[name] = batch[source].detach().cpu().numpy()
     columns["stop_reason"] = list(stop_reasons) if stop_reasons is not None else [""] * count
@@ -156,15 +180,20 @@ def read_ledger(folder: Path | str, step: int) -> LedgerStep:
         steps = ledger_steps(folder)
         span = f"steps {steps[0]}..{steps[-1]} are recorded" if steps else "nothing is recorded there"
         raise DataError(f"no ledger of step {step} in {folder}: {span}")
-    table = pq.read_table(path, partitioning=None).combine_chunks()
+    try:
+        table = pq.read_table(
+            refuse_special(path, "ledger"), partitioning=None, page_checksum_verification=True
+        ).combine_chunks()
+    except (OSError, ValueError) as error:  # Arrow's errors are both
+        raise DataError(f"{path} is damaged ({' '.join(str(error).split())[:200]}); its step is lost") from error
     header = json.loads((table.schema.metadata or {}).get(b"verl.ledger", b"{}"))
     if header.get("version") != FORMAT_VERSION:
         raise DataError(f"{path} is not a ledger file of version {FORMAT_VERSION} (found {header.get('version')})")
     tokens = {name: flatten_column(table[name]) for name in TOKEN_COLUMNS if name in table.column_names}
     tokens["tokens"] = tokens["tokens"].to(torch.int64)
     offsets = torch.tensor(table["tokens"].combine_chunks().offsets.to_numpy(), dtype=torch.int64)
-    names = {"reward": "rewards", "group": "group_ids", "row": "rows"}
-    sequences = {name: torch.tensor(table[n].to_numpy()) for n, name in names.items() if n in table.column_names}
+    kept = {name: column for name, column in SEQUENCE_COLUMNS.items() if name in table.column_names}
+    sequences = {column: torch.tensor(table[name].to_numpy()) for name, column in kept.items()}
     if "policy_version_min" in table.column_names:
         bounds = [torch.tensor(table[f"policy_version_{side}"].to_numpy()) for side in ("min", "max")]
         sequences["policy_versions"] = torch.stack(bounds, dim=1)

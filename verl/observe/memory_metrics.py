@@ -27,9 +27,9 @@ class ResidentMemory(NamedTuple):
     peak: int
 
 
-def resident_memory_bytes() -> ResidentMemory:
-    """Memory of this process; on a system without /proc the peak stands for both."""
-    status = Path("/proc/self/status")
+def resident_memory_bytes(pid: int | str = "self") -> ResidentMemory:
+    """Memory of a process; on a system without /proc, of this one, and the peak stands for both."""
+    status = Path(f"/proc/{pid}/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
         if "VmRSS" in fields and "VmHWM" in fields:

@@ -1,4 +1,4 @@
-"""What a Prometheus server scrapes: its file gets the targets of a run, and the server reads it again."""
+"""Targets of a Prometheus server: its file gets those of a run, and the server reads it again."""
 
 import contextlib
 import os

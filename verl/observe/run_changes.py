@@ -13,9 +13,9 @@ _MAY_CHANGE = re.compile(
     r"|(global_profiler|ray_kwargs)\..*|(.*\.)?(profiler|checkpoint|trace|prometheus)\..*"
     r"|.*\.optim\.total_training_steps|optim\.total_training_steps"
     r"|.*micro_batch_size_per_gpu|.*max_token_len_per_gpu|.*use_dynamic_bsz|.*_offload|.*offload_policy"
-    r"|.*\.n_gpus_per_node|reward\.canary_.*"
+    r"|.*\.n_gpus_per_node|reward\.canary_.*|.*\.use_prefix_grouper"
     r"|.*\.(forward_prefetch|reshard_after_forward|fsdp_size|gpu_memory_utilization|free_cache_engine|max_num_seqs)"
-    r"|.*\.(max_num_batched_tokens|disable_log_stats|enable_gradient_checkpointing|use_torch_compile)"
+    r"|.*\.(max_num_batched_tokens|disable_log_stats|enable_gradient_checkpointing|use_torch_compile|compile_layers)"
     r"|data\.(dataloader_num_workers|filter_overlong_prompts_workers|num_workers|output_path)"
 )
 
@@ -62,7 +62,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> I
 
 
 def results_change(changes: Iterable[Change]) -> list[Change]:
-    """Those that change what the run computes."""
+    """The changed keys that change what the run computes."""
     return [change for change in changes if change.changes_result]
 
 

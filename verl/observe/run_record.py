@@ -1,15 +1,15 @@
-"""What a run was started with, in `run.json` of its folder, and how commands find a run by any of its names."""
+"""The record `run.json` of how a run was started, and how commands find a run by any of its names."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.observe.run_changes import as_saved
-from verl.observe.tracking import metrics_path
+from verl.observe.trackers import metrics_path
+from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import DataError
-from verl.utils.paths import atomic_write_text, expand_home
+from verl.utils.paths import expand_home
 
 RUN_FILE = "run.json"
 VALIDATION_SAMPLES = "validation_samples"  # folder: answers to the first held-out prompts, <step>.jsonl
@@ -38,7 +38,10 @@ def write_run_record(folder: Path, config: Any, total_steps: int) -> None:
     }
     if "file" in settings.logger:
         record["metrics"] = str(metrics_path(settings.project_name, settings.experiment_name).absolute())
-    atomic_write_text(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
+    path = folder / RUN_FILE
+    if path.is_dir() and not path.is_symlink():
+        raise DataError(f"{path} is a folder, where the run's record belongs; move it away")
+    write_checksummed(path, record, indent=1)
 
 
 def find_run(text: str) -> RunRecord:
@@ -62,10 +65,11 @@ def find_run(text: str) -> RunRecord:
 def read_record(folder: Path) -> RunRecord:
     path = folder / RUN_FILE
     try:
-        data = json.loads(path.read_text())
+        data = read_checksummed(path, may_lack_digest=True)
         metrics = Path(data["metrics"]) if data["metrics"] else None
-        return RunRecord(str(data["name"]), metrics, folder, int(data["total_steps"]), dict(data["config"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = {**data["config"], "trainer": {**data["config"].get("trainer", {})}}
+        return RunRecord(str(data["name"]), metrics, folder, int(data["total_steps"]), config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
-            f"{path} cannot be read as the record of a run ({error!r}); name the metrics file instead"
+            f"{path} is damaged, or no record of a run ({error!r:.200}); name the metrics file instead"
         ) from error

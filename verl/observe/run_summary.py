@@ -1,4 +1,4 @@
-"""What a run has reached and where its time went, in a few lines."""
+"""A run's results and where its time went, in a few lines."""
 
 import time
 from collections import defaultdict

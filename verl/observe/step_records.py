@@ -1,6 +1,5 @@
-"""What a run's folder keeps of its steps beside the metrics: profiles, and what each rollout replica counted."""
+"""Records of steps in a run's folder beside the metrics: profiles and the counts of each rollout replica."""
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,31 +26,48 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def note_profile(folder: Path) -> Callable[[str, list[str]], None]:
-    """What notes the files of a profile in the run's folder."""
+    """Returns a function that notes the files of a profile in the run's folder."""
     return lambda name, files: append_record(folder / PROFILES_FILE, {"name": name, "files": files})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of such a file, in order; none without it. What a killed process left incomplete is left out."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+    """The lines of such a file, in order; none without it. What a killed process left incomplete is left out, and other
+    lines that are no records are said."""
+    found, wrong, step_of = [], [], STEP_OF[path.name]
+    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            step_of(record)
+            found.append(record)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            wrong += [number] if number < len(lines) else []  # the last one has no end
+    if wrong:
+        logger.warning(
+            "%s: %d lines are no records, the first is line %d; they are left out", path, len(wrong), wrong[0]
+        )
     return found
 
 
 def drop_records_after(folder: Path, step: int) -> None:
     """Forget what steps after `step` have left, for a run that goes on there, and a line that has no end."""
-    for name, step_of in ((REPLICAS_FILE, lambda record: record["step"]), (PROFILES_FILE, last_profiled_step)):
+    for name, step_of in STEP_OF.items():
         path = folder / name
         if path.is_file():
             kept = [record for record in read_records(path) if step_of(record) <= step]
             atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        elif path.is_dir():
+            logger.warning("%s is a folder: the report will lack what belongs there; move it away", path)
 
 
 def last_profiled_step(record: Mapping[str, Any]) -> int:
     """10 of `steps_5_10`."""
     return int(str(record["name"]).rpartition("_")[2])
+
+
+STEP_OF: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    REPLICAS_FILE: lambda record: int(record["step"]), PROFILES_FILE: last_profiled_step,
+}  # fmt: skip
 
 
 def latest_by_step(records: Sequence[Mapping[str, Any]], last_step: int) -> list[Mapping[str, Any]]:
@@ -61,7 +77,7 @@ def latest_by_step(records: Sequence[Mapping[str, Any]], last_step: int) -> list
 
 
 def replica_points(records: Sequence[Mapping[str, Any]]) -> ReplicaPoints:
-    """What each replica counted in each step, and how it stood at the end of it; a count that fell was begun anew."""
+    """Each replica's counts in each step and its state at the end of it; a count that fell was begun anew."""
     points: ReplicaPoints = {}
     before: dict[tuple[int, str], float] = {}
     for record in records:

@@ -9,7 +9,7 @@ BESIDE_STEP = ("start_profile", "stop_profile")  # stages of a profiled step tha
 
 
 class StageRecorder(Protocol):
-    """What a `StageTimer` tells of its stages, besides measuring them."""
+    """A listener to the stages of a `StageTimer`."""
 
     def enter(self, stage: str) -> None: ...
 

@@ -1,5 +1,6 @@
 """One small class per tracker. Each imports its own library only if a run uses that tracker."""
 
+import contextlib
 import html
 import json
 import logging
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from verl.config.special_files import refuse_special
+from verl.observe.metric_names import HEADLINES
 from verl.utils.paths import atomic_write_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,31 +39,6 @@ class RunInfo:
 class ConsoleBackend:
     """One compact line per step on standard output: the headline metrics, then the number of the others."""
 
-    HEADLINE_METRICS = (
-        ("val-core/", None),
-        ("critic/score/mean", "score"),
-        ("critic/rewards/mean", "reward"),
-        ("train/loss", "loss"),
-        ("val/loss", "val_loss"),
-        ("train/rewards/accuracies", "accuracy"),
-        ("train/rewards/margins", "margin"),
-        ("val/rewards/accuracies", "val_accuracy"),
-        ("actor/pg_loss", "pg_loss"),
-        ("distillation/loss", "distillation"),
-        ("actor/entropy", "entropy"),
-        ("actor/ppo_kl", "ppo_kl"),
-        ("actor/kl_loss", "kl_loss"),
-        ("critic/vf_loss", "vf_loss"),
-        ("actor/grad_norm", "grad_norm"),
-        ("train/grad_norm", "grad_norm"),
-        ("actor/lr", "lr"),
-        ("train/lr", "lr"),
-        ("response_length/mean", "length"),
-        ("perf/throughput", "tokens/s"),
-        ("train/perf/throughput", "tokens/s"),
-        ("timing_s/step", "step_s"),
-    )
-
     def __init__(self, run: RunInfo, stream: TextIO | None = None):
         self.stream = stream
 
@@ -74,10 +52,10 @@ class ConsoleBackend:
 
     def _headline_metrics(self, data: dict[str, float]) -> list[tuple[str, str]]:
         chosen: list[tuple[str, str]] = []
-        for key, label in self.HEADLINE_METRICS:
-            if label is None:
+        for key, (label, _) in HEADLINES.items():
+            if key.endswith("/"):
                 chosen += [(name, name) for name in sorted(data) if name.startswith(key)]
-            elif key in data:
+            elif label and key in data:
                 chosen.append((key, label))
         return chosen
 
@@ -98,13 +76,31 @@ class FileBackend:
     """
 
     def __init__(self, run: RunInfo, path: Path | None = None):
-        self.path = path or metrics_path(run, os.environ)
+        self.path = refuse_special(path or metrics_path(run.project, run.experiment), "the metrics file")
+        self._fd = -1
+        self._open()
+
+    def _open(self) -> None:
+        """Open the file, which goes on after its last whole line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._truncate_partial_line()
         self._steps = {r["step"] for r in parse_metrics(self.path).records} if self.path.exists() else set()
+        if self._fd >= 0:
+            os.close(self._fd)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+    def _begin_again_if_changed(self) -> None:
+        """Go on with the file that is there now, where somebody removed, replaced or cut ours: said in one line."""
+        with contextlib.suppress(OSError):
+            there = os.stat(self.path)
+            if os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self._size:
+                return
+        logger.warning("%s was removed or cut while the run writes it: its earlier lines are lost", self.path)
+        self._open()
 
     def log(self, data: dict[str, float], step: int) -> None:
+        self._begin_again_if_changed()
         if step in self._steps:
             same = lambda record: {**record, "data": {**record["data"], **data}}  # noqa: E731
             self._rewrite([same(r) if r["step"] == step else r for r in read_metrics(self.path)])
@@ -115,12 +111,19 @@ class FileBackend:
         if written != len(line):
             raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
         os.fsync(self._fd)
+        self._size = os.fstat(self._fd).st_size
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Does nothing: the file holds numbers; a run has validation_samples/ and trainer.validation_data_dir."""
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
+        """Drop the lines of steps after `step`, so that a resumed run writes each step once; say which it lacks."""
+        self._begin_again_if_changed()
+        if lost := [number for number in range(1, step + 1) if number not in self._steps]:
+            logger.warning(
+                "%s has no line of %d of the %d steps before this start, first step %d: it was cut, emptied or removed",
+                self.path, len(lost), step, lost[0],
+            )  # fmt: skip
         records, unreadable = read_metrics(self.path), parse_metrics(self.path).unreadable_lines
         if unreadable or any(record["step"] > step for record in records):
             self._rewrite([record for record in records if record["step"] <= step])
@@ -130,9 +133,7 @@ class FileBackend:
         if parse_metrics(self.path).unreadable_lines:
             atomic_write_bytes(self.path.with_name(f"{self.path.name}.unreadable"), self.path.read_bytes())
         atomic_write_bytes(self.path, b"".join(json_line(record) for record in records))
-        os.close(self._fd)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._steps = {record["step"] for record in records}
+        self._open()
 
     def finish(self, exit_code: int) -> None:
         os.close(self._fd)
@@ -285,11 +286,11 @@ class MlflowBackend:
         self._mlflow.end_run(status="FINISHED" if exit_code == 0 else "FAILED")
 
 
-def metrics_path(run: RunInfo, environment: Mapping[str, str]) -> Path:
-    """$VERL_FILE_LOGGER_PATH, else $VERL_FILE_LOGGER_ROOT (default: .)/<project>/<experiment>.jsonl."""
-    if path := environment.get("VERL_FILE_LOGGER_PATH"):
+def metrics_path(project: str, experiment: str) -> Path:
+    """The file tracker's path: $VERL_FILE_LOGGER_PATH, or $VERL_FILE_LOGGER_ROOT/<project>/<experiment>.jsonl."""
+    if path := os.environ.get("VERL_FILE_LOGGER_PATH"):
         return Path(path)
-    return Path(environment.get("VERL_FILE_LOGGER_ROOT") or ".") / run.project / f"{run.experiment}.jsonl"
+    return Path(os.environ.get("VERL_FILE_LOGGER_ROOT") or ".") / project / f"{experiment}.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -309,7 +310,7 @@ class MetricsFile(NamedTuple):
 
 
 def parse_metrics(path: Path) -> MetricsFile:
-    """What a metrics file holds, without a last line that has no end."""
+    """The lines of a metrics file, without a last one that has no end."""
     records, unreadable = [], []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:

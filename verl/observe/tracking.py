@@ -1,10 +1,8 @@
 """Metrics of one run, sent to every tracker in `trainer.logger`."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -186,8 +184,3 @@ def as_number(name: str, value: Any) -> float:
         except (TypeError, ValueError, RuntimeError):
             pass
     raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}); trackers take single numbers")
-
-
-def metrics_path(project_name: str, experiment_name: str) -> Path:
-    """The file tracker's path: $VERL_FILE_LOGGER_PATH, or $VERL_FILE_LOGGER_ROOT/<project>/<experiment>.jsonl."""
-    return trackers.metrics_path(trackers.RunInfo(project_name, experiment_name, {}), os.environ)

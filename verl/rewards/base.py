@@ -43,7 +43,7 @@ class RewardInput:
         )
 
     def as_text(self) -> dict[str, Any]:
-        """Its fields by name, without the tokens and the prompt's row."""
+        """The fields of an answer by name, without the tokens and the prompt's row."""
         return {name: value for name, value in vars(self).items() if name not in ("answer", "row")}
 
 
@@ -73,4 +73,13 @@ class NoScorerError(NotImplementedError):
 class Reward(Protocol):
     """Scores answers; the scores come in the order of the inputs."""
 
+    @property
+    def is_async(self) -> bool:
+        """Whether it likely asks a service, as an async function does."""
+        ...
+
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]: ...
+
+    async def exchange_generators(self, states: str | None) -> str | None:
+        """The states of the random generators that calls draw from, which `states` replace; None: not known."""
+        ...

@@ -4,27 +4,20 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from verl.rewards.bounded_calls import Calls, Outcome
-
-PLURALS = {
-    "data_source": "data_sources",
-    "solution_str": "solution_strs",
-    "ground_truth": "ground_truths",
-    "extra_info": "extra_infos",
-}
+from verl.rewards.calls import PLURALS, Calls, Outcome
 
 
 class BatchCalls:
-    """One call of `calls` for all answers of a run: it gets lists, and `kwargs`, and returns one result per answer."""
+    """One call of `calls` for all answers that come together: it gets lists, and returns one result per answer."""
 
-    def __init__(self, calls: Calls, kwargs: Mapping[str, Any]):
-        self._calls, self._kwargs = calls, kwargs
+    def __init__(self, calls: Calls):
+        self._calls = calls
 
-    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def call(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         if not all_kwargs:
             return []
         lists = {plural: [kwargs[name] for kwargs in all_kwargs] for name, plural in PLURALS.items()}
-        outcome = (await self._calls.run([{**lists, **self._kwargs}]))[0]
+        outcome = (await self._calls.call([lists]))[0]
         if outcome.error is not None:
             outcomes = [Outcome(error=outcome.error)] * len(all_kwargs)
         else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.rewards.base import NoScorerError
-from verl.rewards.bounded_calls import Calls, Outcome, RemoteCallError
+from verl.rewards.calls import BlockedLoopError, Calls, Outcome, RemoteCallError
 from verl.utils.errors import VerlError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
@@ -18,7 +18,7 @@ def may_succeed(outcome: Outcome) -> bool:
     error = outcome.error
     if isinstance(error, RemoteCallError):
         return not error.is_final
-    return isinstance(error, Exception) and not isinstance(error, NoScorerError | VerlError)
+    return isinstance(error, Exception) and not isinstance(error, NoScorerError | VerlError | BlockedLoopError)
 
 
 class RetriedCalls:
@@ -40,8 +40,8 @@ class RetriedCalls:
         self._is_retriable = is_retriable
         self._random = random.Random(0)
 
-    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
-        outcomes = await self._calls.run(all_kwargs)
+    async def call(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        outcomes = await self._calls.call(all_kwargs)
         if not any(map(self._is_retriable, outcomes)):
             return outcomes
         return list(await asyncio.gather(*map(self._again, all_kwargs, outcomes)))
@@ -53,5 +53,5 @@ class RetriedCalls:
             wait_s = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
             await self._sleep(wait_s * self._random.uniform(0.5, 1.0))
             earlier = (*outcome.earlier, outcome.error)
-            outcome = replace((await self._calls.run([kwargs]))[0], earlier=earlier)
+            outcome = replace((await self._calls.call([kwargs]))[0], earlier=earlier)
         return outcome

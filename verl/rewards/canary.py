@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import json
+import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from verl.config import RewardConfig
 from verl.rewards.base import Reward, RewardInput, Score
-from verl.rewards.bounded_calls import is_async
 from verl.rewards.gold_answers import FORMS, gold_texts, worked_answer
 from verl.utils.errors import RewardError
-from verl.utils.external_code import load_object
-from verl.workers.engine import rng
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 DEFAULT_SIZE = 8
 CHEAP_MANAGERS = ("naive", "gdpo", "dapo")  # whose calls run here, one per answer, and are assumed to cost no money
 MAX_BYTES = 1 << 18  # of an answer and its row in a checkpoint
@@ -41,12 +40,14 @@ class Canary:
 
     def __init__(self, reward: Reward, config: RewardConfig):
         self._reward, self._config = reward, config
+        self.is_async, self.exchange_generators = reward.is_async, reward.exchange_generators
         self._size = DEFAULT_SIZE if config.canary_size is None else config.canary_size
         self._candidates: list[RewardInput] = []
         self._answers: list[RewardInput] = []
         self._first: list[float] = []  # scores
         self._first_step, self._last_step, self._resumed = 0, 0, False
         self._repeats = False  # whether a score that changes is an error
+        self._said = False  # that fixed answers failed
         self._alone = False  # its calls draw random numbers: nothing else may run, so that these can be given back
         self.metrics: dict[str, float] = {}  # of the last step
 
@@ -59,8 +60,8 @@ class Canary:
         return scores
 
     async def beside(self, work: Callable[[], Coroutine[Any, Any, T]], step: int) -> T:
-        """What `work` returns, which scores the answers of a step or of a part of it; in the first part the fixed
-        answers are scored meanwhile."""
+        """Runs `work`, which scores the answers of a step or of a part of it, and returns its result. In the first part
+        the fixed answers are scored meanwhile."""
         if self._answers and step == self._last_step:
             return await work()
         self.metrics, self._last_step = {}, step
@@ -70,7 +71,7 @@ class Canary:
                 await self._begin(step)
             return result
         if self._alone or self._resumed:
-            with self._generators_kept():
+            async with self._generators_kept():
                 await self._check(step)
             return await work()
         try:
@@ -88,8 +89,10 @@ class Canary:
             golds = []
         try:
             pairs = await self._score_twice(golds + self._candidates[: self._size - len(golds)])
-        except RewardError:  # of a function that cannot read our gold answers
+        except RewardError as error:  # of a function that cannot read our gold answers
+            logger.warning("the reward fails for gold answers, which the canary set then goes without: %.300s", error)
             pairs = await self._score_twice(self._candidates)
+        self._say_failed([(item, one if one.error else two) for item, one, two in pairs])
         kept = [(item, one.value, two.value) for item, one, two in pairs if has_value(one) and has_value(two)]
         self._answers, self._first = [item for item, *_ in kept], [float(value or 0) for _, value, _ in kept]
         mode = self._config.canary_on_change
@@ -98,25 +101,25 @@ class Canary:
 
     async def _score_twice(self, answers: Sequence[RewardInput]) -> list[tuple[RewardInput, Score, Score]]:
         marked = [replace(item, where=f"{item.where or 'a row'} (of the canary set)") for item in answers]
-        with self._generators_kept():  # around both, or the second would draw the numbers of the first
+        async with self._generators_kept():  # around both, or the second would draw the numbers of the first
             first, second = [await self._reward.score(marked) for _ in range(2)]
         return list(zip(marked, first, second, strict=True))
 
-    @contextlib.contextmanager
-    def _generators_kept(self) -> Iterator[None]:
-        """The random numbers that calls inside draw are given back to the generators of the process."""
-        before = rng.states_as_json()
+    @contextlib.asynccontextmanager
+    async def _generators_kept(self) -> AsyncIterator[None]:
+        """The random numbers that calls inside draw are given back to the generators of their process."""
+        before = await self._reward.exchange_generators(None)
         try:
             yield
         finally:
-            self._alone |= rng.states_as_json() != before
-            rng.restore_from_json(before)
+            self._alone |= await self._reward.exchange_generators(before) != before
 
     async def _check(self, step: int) -> None:
         start = time.perf_counter()
         scores = await self._reward.score(self._answers)
         rows = zip(self._answers, self._first, scores, strict=True)
         pairs = [(item, old, float(score.value or 0)) for item, old, score in rows if has_value(score)]
+        self._say_failed(list(zip(self._answers, scores, strict=True)))
         changed = [pair for pair in pairs if pair[1] != pair[2]]
         if changed and self._repeats:
             raise RewardError(self._message(step, changed))
@@ -129,11 +132,19 @@ class Canary:
             "reward/canary/time_s": time.perf_counter() - start,
         }
 
+    def _say_failed(self, scored: Sequence[tuple[RewardInput, Score]]) -> None:
+        """Say once that the reward fails for fixed answers: no metric of the policy's answers shows it."""
+        failed = [f"{item.where}: {str(score.error)[:300]}" for item, score in scored if score.error]
+        if failed and not self._said:
+            which = "fixed answers (the canary set, docs/rewards/check_reward.md)"
+            logger.warning(f"the reward fails for %d of %d {which}, first %s", len(failed), len(scored), failed[0])
+        self._said |= bool(failed)
+
     def _message(self, step: int, changed: list[tuple[RewardInput, float, float]]) -> str:
         lines = [f"  {i.where}: {old:g} -> {new:g}, answer {i.solution_str[:200]!r}" for i, old, new in changed[:3]]
         return (
             f"step {step}: the reward gives other scores than at step {self._first_step} to {len(changed)} of "
-            f"{len(self._answers)} fixed answers (the canary set, docs/check_reward.md):\n"
+            f"{len(self._answers)} fixed answers (the canary set, docs/rewards/check_reward.md):\n"
             + "\n".join(lines)
             + f"\n{CAUSES_AFTER_RESUME if self._resumed else CAUSES}"
         )
@@ -158,17 +169,16 @@ class Canary:
 
 def canary_of(config: RewardConfig, reward: Reward) -> Canary | None:
     """The canary of a run; None with reward.canary_size=0, and by default where a call may cost money."""
-    if config.canary_size == 0 or (config.canary_size is None and may_cost_money(config)):
+    if config.canary_size == 0 or (config.canary_size is None and may_cost_money(config, reward)):
         return None
     return Canary(reward, config)
 
 
-def may_cost_money(config: RewardConfig) -> bool:
+def may_cost_money(config: RewardConfig, reward: Reward) -> bool:
     """Whether calls ask a service, as far as can be seen: a reward model, an async function, an unknown manager."""
-    custom = config.custom_reward_function
     if config.reward_model.enable or config.reward_manager.name not in CHEAP_MANAGERS:
         return True
-    return bool(custom.path) and is_async(load_object(custom.path or "", custom.name, "reward.custom_reward_function"))
+    return reward.is_async
 
 
 def gold_answer(item: RewardInput) -> RewardInput | None:
@@ -194,6 +204,6 @@ def is_storable(item: RewardInput) -> bool:
 
 
 def settings_of(config: RewardConfig) -> dict[str, Any]:
-    """What a changed configuration of the reward changes, as JSON holds it."""
+    """The settings of the reward, in JSON: a change of them changes scores."""
     settings = {key: value for key, value in asdict(config).items() if not key.startswith("canary_")}
     return dict(json.loads(json.dumps(settings, default=str)))

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.data.chat import Message
+from verl.data.chat import Message, answer_ending, with_answer
 from verl.data.preferences import without_padding
 from verl.rewards.base import RewardInput
 from verl.utils.errors import ConfigError, RewardError
-
-_ANSWER = "answer"  # of the conversation that shows how the template ends one
 
 
 class ConversationTokens:
@@ -22,7 +20,7 @@ class ConversationTokens:
 
     def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase | None, pad_token_id: int | None):
         self.own, self.pad = own, pad_token_id
-        self.ending = [] if own is not None else _ending(policy)
+        self.ending = [] if own is not None else answer_ending(policy)
 
     def read(self, item: RewardInput) -> Sequence[int]:
         """The tokens of one answer with its prompt."""
@@ -34,9 +32,8 @@ class ConversationTokens:
         return without_padding(ids, self.pad)
 
     def _render(self, item: RewardInput, prompt: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        messages = [*prompt, {"role": "assistant", "content": item.solution_str}]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            text = tokenizer.apply_chat_template(with_answer(prompt, item.solution_str), tokenize=False)
         except Exception as error:  # the template is the model author's code and can raise anything
             raise RewardError(
                 f"{item.where or 'an answer'}: the chat template of the reward model refuses it: {error}"
@@ -61,15 +58,3 @@ def other_tokenizer(
             "for it anew; add the chat template that it was trained with to its folder"
         )
     return own
-
-
-def _ending(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the template writes behind an answer, its end mark first; empty without a template."""
-    if not tokenizer or not tokenizer.chat_template:
-        return []
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # such a template needs more than a question; the prompts say whether it can be used
-        return []
-    return list(tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False))

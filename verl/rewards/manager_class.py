@@ -3,20 +3,20 @@
 import asyncio
 import functools
 import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl.rewards.base import Reward
-from verl.rewards.function_reward import CallRules, FunctionReward
-from verl.rewards.managers import REWARD_MANAGERS
+from verl.rewards.base import RewardInput
+from verl.rewards.managers import MODULE, NAME, REWARD_MANAGERS, ManagerOfClass
 from verl.rewards.one_answer import OneAnswer
-from verl.rewards.run_scorer import RunScorer
+from verl.rewards.scoring_child import ManagerSource
 from verl.utils.errors import ConfigError
+from verl.utils.external_code import load_object
 
 M = TypeVar("M", bound="type[RewardManagerBase]")
 
@@ -53,51 +53,36 @@ def register(name: str) -> Callable[[M], M]:
     """Decorator: `reward.reward_manager.name=name` takes this class. Name its module in VERL_USE_EXTERNAL_MODULES."""
 
     def add(cls: M) -> M:
-        REWARD_MANAGERS.register(name)(ManagerOfClass(cls))
+        file = getattr(sys.modules[cls.__module__], "__file__", None)
+        path = file if file and cls.__module__.startswith("verl_user_") else f"pkg://{cls.__module__}"
+        REWARD_MANAGERS.register(name)(ManagerOfClass(path, cls.__qualname__))
         return cls
 
     return add
 
 
-@dataclass(frozen=True)
-class ManagerOfClass:
-    """The reward manager whose instances score the answers of a run."""
-
-    cls: type[RewardManagerBase]
-
-    def __call__(self, scorer: RunScorer) -> Reward:
-        scorer.check_is_function()
-        function, name, kwargs = scorer.function()
-        self.cls.init_class(scorer.config, scorer.tokenizer)
-        manager = self.cls(scorer.config, scorer.tokenizer, with_keywords(function, kwargs), **self._asked_for(scorer))
-        own_tokens = any("assemble_rm_scores" in vars(cls) for cls in self.cls.mro()[: -len(RewardManagerBase.mro())])
-
-        async def run_single(data: OneAnswer) -> dict[str, Any]:
-            result = await manager.run_single(data)
-            return read_result(result, data, self.cls.assemble_rm_scores if own_tokens else None)
-
-        def reward(rules: CallRules) -> FunctionReward:
-            name_of_both = f"{self.cls.__name__} of {name}"
-            return FunctionReward(
-                run_single, name_of_both, rules=rules, arguments=lambda item: {"data": OneAnswer(item)}
-            )
-
-        return scorer.beside_model(reward, scorer.rules)
-
-    def _asked_for(self, scorer: RunScorer) -> dict[str, Any]:
-        """What a served reward model brings, where the constructor has parameters for it."""
-        parameters = inspect.signature(self.cls).parameters
-        return {name: value for name, value in scorer.model_kwargs.items() if name in parameters}
-
-
-def manager_of_class(cls: Any, where: str) -> ManagerOfClass:
-    """The manager of a class from a user's file; ConfigError where it derives from something else."""
+def scorer_of(
+    manager: ManagerSource, function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """The `run_single` of an instance, which gets an `item` and returns what a reward function does; ConfigError where
+    the class derives from something else."""
+    cls = load_object(manager.path, manager.name, MODULE, NAME)
     if not (isinstance(cls, type) and issubclass(cls, RewardManagerBase)):
         raise ConfigError(
-            f"{where} is {cls!r:.80}, not a class that derives from "
-            "verl.experimental.reward_loop.reward_manager.RewardManagerBase (docs/own_reward_manager.md)"
+            f"{NAME}={manager.name!r} in {manager.path} is {cls!r:.80}, not a class that derives from "
+            "verl.experimental.reward_loop.reward_manager.RewardManagerBase (docs/rewards/own_reward_manager.md)"
         )
-    return ManagerOfClass(cls)
+    cls.init_class(manager.config, manager.tokenizer)
+    parameters = inspect.signature(cls).parameters
+    asked_for = {name: value for name, value in manager.keywords.items() if name in parameters}
+    made = cls(manager.config, manager.tokenizer, with_keywords(function, kwargs), **asked_for)
+    own_tokens = any("assemble_rm_scores" in vars(one) for one in cls.mro()[: -len(RewardManagerBase.mro())])
+
+    async def run_single(item: RewardInput) -> dict[str, Any]:
+        data = OneAnswer(item)
+        return read_result(await made.run_single(data), data, cls.assemble_rm_scores if own_tokens else None)
+
+    return run_single
 
 
 def with_keywords(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -122,7 +107,7 @@ def with_keywords(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Ca
 def read_result(
     result: Any, data: OneAnswer, assemble: Callable[[OneAnswer, Sequence[float]], Tensor] | None
 ) -> dict[str, Any]:
-    """What `run_single` returned, as a reward function returns it; ValueError where it cannot be read."""
+    """The result of `run_single`, as a reward function returns it; ValueError where it cannot be read."""
     if not isinstance(result, Mapping) or "reward_score" not in result:
         found = list(result) if isinstance(result, Mapping) else type(result).__name__
         raise ValueError(

@@ -10,7 +10,7 @@ from verl.config.reward import RewardManagerConfig
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.call_limits import limits_of_process
 from verl.utils.errors import ConfigError
-from verl.utils.external_code import check_user_object, load_object
+from verl.utils.external_code import check_user_object
 from verl.utils.registry import Registry
 from verl.utils.suggest import did_you_mean
 
@@ -28,12 +28,7 @@ def find_reward_manager(config: RewardManagerConfig) -> RewardManager:
     """The manager that `reward.reward_manager` names; ConfigError when there is none."""
     if config.source == "register":
         return REWARD_MANAGERS.get(config.name)
-    from verl.rewards.manager_class import manager_of_class  # loads torch
-    from verl.rewards.process_state import ProcessGuard
-
-    with ProcessGuard(f"the import of {config.module.path}").importing():
-        cls = load_object(module_path(config), config.name, MODULE, NAME)
-    return manager_of_class(cls, f"{NAME}={config.name!r} in {config.module.path}")
+    return ManagerOfClass(module_path(config), config.name)
 
 
 def check_reward_manager(config: RewardManagerConfig) -> None:
@@ -52,6 +47,17 @@ def module_path(config: RewardManagerConfig) -> str:
             "beside its name"
         )
     return config.module.path
+
+
+@dataclass(frozen=True)
+class ManagerOfClass:
+    """The reward manager of a user's class, of which the scoring process makes an instance."""
+
+    path: str
+    name: str
+
+    def __call__(self, scorer: RunScorer) -> Reward:
+        return scorer.function_reward(scorer.rules, self)
 
 
 @REWARD_MANAGERS.register("naive")
@@ -94,7 +100,8 @@ def batch(scorer: RunScorer) -> Reward:
 @REWARD_MANAGERS.register("remote")
 def remote(scorer: RunScorer) -> Reward:
     """The values of a function in processes of its own; in actors of Ray where the run is on Ray."""
-    return scorer.process_reward(may_use_ray=scorer.config.trainer.runtime in ("ray", "auto"))
+    may_use_ray = scorer.config.trainer.runtime in ("ray", "auto")
+    return scorer.function_reward(replace(scorer.rules, processes="anywhere" if may_use_ray else "here"))
 
 
 @REWARD_MANAGERS.register("prime")
@@ -105,7 +112,7 @@ def prime(scorer: RunScorer) -> Reward:
             "reward.reward_manager.name=prime needs the limit of a call: reward.timeout_s=SECONDS; without one, use "
             "reward.reward_manager.name=remote"
         )
-    return scorer.process_reward(may_use_ray=False)
+    return scorer.function_reward(replace(scorer.rules, processes="here"))
 
 
 @REWARD_MANAGERS.register("dapo")
@@ -152,6 +159,7 @@ class OverlongPenalty:
 
     def __init__(self, reward: Reward, buffer: OverlongBuffer, max_length: int):
         self._reward, self._buffer, self._max_length = reward, buffer, max_length
+        self.is_async, self.exchange_generators = reward.is_async, reward.exchange_generators
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         scores = await self._reward.score(inputs)

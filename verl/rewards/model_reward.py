@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from verl.config.reward import RM
 from verl.rewards.base import Reward, RewardInput, Score
-from verl.rewards.bounded_calls import Outcome
 from verl.rewards.call_retries import RetriedCalls
+from verl.rewards.calls import Outcome
 from verl.rewards.conversation_tokens import ConversationTokens
 from verl.rewards.error_budget import ErrorBudget
 from verl.rewards.function_reward import CallRules
@@ -28,7 +28,7 @@ class ScoringBackend(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What it says of its last pass."""
+        """Metrics of its last pass."""
         ...
 
     async def wake(self) -> None:
@@ -47,6 +47,7 @@ class ModelReward:
     """
 
     backend: ScoringBackend
+    is_async = True
 
     def __init__(self, reader: ConversationTokens, rules: CallRules, shares_devices: bool):
         self.reader, self.on_error, self.shares_devices = reader, rules.on_error, shares_devices
@@ -75,13 +76,13 @@ class ModelReward:
             self._passes = None
 
     async def _score(self, part: Sequence[tuple[list[int], asyncio.Future[Outcome]]]) -> None:
-        (done,) = await self._calls.run([{"sequences": [ids for ids, _ in part]}])
+        (done,) = await self._calls.call([{"sequences": [ids for ids, _ in part]}])
         values = [None] * len(part) if done.error is not None else done.result
         for (_, future), value in zip(part, values, strict=True):
             if not future.done():  # its prompt is no longer needed
                 future.set_result(replace(done, result=value))
 
-    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def call(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Outcomes of one pass per dict, of its `sequences`: a list of scores, or the error."""
         return [await self._pass(**kwargs) for kwargs in all_kwargs]
 
@@ -111,6 +112,9 @@ class ModelReward:
             logger.warning("%s: %s; the answer is left out and counted in reward/errors", item.where, text)
         return Score(None, error=f"reward model: {text}", retries=retries)
 
+    async def exchange_generators(self, states: str | None) -> None:
+        """It draws no random numbers."""
+
     async def wake(self) -> None:
         await self.backend.wake()
 
@@ -118,7 +122,7 @@ class ModelReward:
         await self.backend.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """What was scored since the last call."""
+        """Metrics of what was scored since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
         if not counts["passes"]:
             return {}
@@ -139,8 +143,11 @@ class MixedReward:
     sum. `counts_function`: parts of the function have weights. An answer without the score of either spends the budget
     of the model once."""
 
+    is_async = True
+
     def __init__(self, function: Reward, model: ModelReward, counts_function: bool):
         self.function, self.model, self.counts_function = function, model, counts_function
+        self.exchange_generators = function.exchange_generators
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         found, scored = await asyncio.gather(self.function.score(inputs), self.model.score(inputs))

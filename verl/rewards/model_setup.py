@@ -65,7 +65,7 @@ def _tensor_names(folder: Path) -> set[str]:
 
 
 def judge_keywords(settings: ScoringModelConfig, port: int) -> dict[str, Any]:
-    """What a function that asks a judge is called with; ConfigError where the judge cannot be served."""
+    """Keyword arguments for a function that asks a judge; ConfigError where the judge cannot be served."""
     check_server_is_installed(settings)
     if settings.model_path is None:
         raise ConfigError(f"reward.reward_model.enable=True needs {KEY}=DIR, the folder of the judge")

@@ -38,7 +38,7 @@ class Columns(Mapping[str, Any]):
 
 
 class _Answer:
-    """What an item and a batch of one item have in common."""
+    """The common part of an item and a batch of one item."""
 
     _has = "batch, non_tensor_batch, meta_info"
 
@@ -50,7 +50,7 @@ class _Answer:
     def __getattr__(self, name: str) -> Any:
         raise NotInAnswerError(
             f"data of a reward manager has no {name!r}: it is one answer, which can be read ({self._has}), not a "
-            "DataProto (docs/own_reward_manager.md)"
+            "DataProto (docs/rewards/own_reward_manager.md)"
         )
 
 

@@ -182,6 +182,7 @@ def judge_command(
 ) -> list[str]:
     """The command line of `verl serve` for a judge on such devices."""
     rollout, path = settings.rollout, str(settings.model_path)
+    kwargs = {"vllm": rollout.engine_kwargs.vllm, "sglang": rollout.engine_kwargs.sglang}.get(rollout.name or "", {})
     values: dict[str, Any] = {
         "name": rollout.name or "native",
         "num_replicas": replicas,
@@ -196,7 +197,8 @@ def judge_command(
         "enforce_eager": rollout.enforce_eager,
         "server.python": rollout.server.python,
         "server.max_start_wait_time": rollout.server.max_start_wait_time,
-        **{f"engine_kwargs.vllm.{name}": json.dumps(value) for name, value in rollout.engine_kwargs.vllm.items()},
+        "skip_tokenizer_init": False,  # a question may have stop texts and a form of its answer
+        **{f"engine_kwargs.{rollout.name}.{name}": json.dumps(value) for name, value in kwargs.items()},
     }
     overrides = [f"rollout.{name}={value}" for name, value in values.items() if value is not None]
     serve = [sys.executable, "-m", "verl.commands.serve.command", "--host", host, "--port", str(port), "--name", path]

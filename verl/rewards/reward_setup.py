@@ -10,8 +10,7 @@ from verl.rewards.base import Reward
 from verl.rewards.function_reward import FunctionReward
 from verl.rewards.managers import find_reward_manager
 from verl.rewards.model_reward import ModelReward
-from verl.rewards.run_scorer import RunScorer, built_in_kwargs, load_custom, rules_of
-from verl.rewards.scorer_lookup import score_row
+from verl.rewards.run_scorer import RunScorer, rules_of, scoring_reward
 
 
 def build_reward(
@@ -30,11 +29,6 @@ def build_reward(
     return find_reward_manager(config.reward.reward_manager)(scorer)
 
 
-def custom_reward(config: RewardConfig) -> FunctionReward:
-    """The reward of the user's function, which is loaded from its file."""
-    return FunctionReward(*load_custom(config), rules_of(config))
-
-
-def built_in_reward(config: RewardConfig) -> FunctionReward:
-    """The reward of built-in scorers, chosen by data_source and called with reward.reward_kwargs (such as method)."""
-    return FunctionReward(score_row, "default_compute_score", built_in_kwargs(config), rules_of(config))
+def function_reward(config: RewardConfig) -> FunctionReward:
+    """The reward of the user's function, or of built-in scorers, as a command without a run asks for it."""
+    return scoring_reward(config, rules_of(config))

@@ -1,7 +1,7 @@
-"""What scores the answers of a run, and how a manager may have it called."""
+"""The function, scorers or model that score the answers of a run, and how a manager may have them called."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,16 +9,15 @@ from verl.config import RewardConfig, RunConfig
 from verl.config.reward import RM
 from verl.rewards.base import Reward
 from verl.rewards.function_reward import CallRules, FunctionReward
-from verl.rewards.managers import PENALTY_KEYS
+from verl.rewards.managers import PENALTY_KEYS, ManagerOfClass
 from verl.rewards.model_reward import MixedReward, ModelReward
-from verl.rewards.process_state import ProcessGuard
-from verl.rewards.scorer_lookup import score_row
 from verl.rewards.scorers.sandbox_fusion import sandbox_arguments
-from verl.rewards.scoring_child import ScorerSource
-from verl.rewards.scoring_process import Child, LocalChild, ProcessFunction, RayChild
+from verl.rewards.scoring_child import KEY, ManagerSource, ScorerSource
+from verl.rewards.scoring_pool import PoolChild, ScoringPool
+from verl.rewards.scoring_process import LocalChild, RayChild
 from verl.runtime.ray_objects import is_joined
 from verl.utils.errors import ConfigError
-from verl.utils.external_code import load_object, user_file
+from verl.utils.external_code import user_file
 
 
 @dataclass(frozen=True)
@@ -44,47 +43,24 @@ class RunScorer:
         return {name: weight for name, weight in self.config.reward.weights.items() if name != RM}
 
     def reward(self) -> Reward:
-        """Its values, by calls as `reward.*` sets them."""
+        """The values of what scores, by calls as `reward.*` sets them."""
         return self.model if self.model is not None and self.is_model else self.function_reward(self.rules)
 
     @property
     def rules(self) -> CallRules:
         return rules_of(self.config.reward)
 
-    def function_reward(self, rules: CallRules) -> Reward:
+    def function_reward(self, rules: CallRules, manager: ManagerOfClass | None = None) -> Reward:
         """The values of the custom function or the built-in scorers; ConfigError where a reward model scores."""
         self.check_is_function()
-        function, name, kwargs = self.function()
-        return self.beside_model(lambda rules: FunctionReward(function, name, kwargs, rules), rules)
-
-    def beside_model(self, make: Callable[[CallRules], FunctionReward], rules: CallRules) -> Reward:
-        """What `make` builds by `rules`, with the part of a reward model where there is one."""
+        made = None
+        if manager is not None:
+            made = ManagerSource(manager.path, manager.name, self.config, self.tokenizer, dict(self.model_kwargs))
         if self.model is None:
-            return make(rules)
+            return scoring_reward(self.config.reward, rules, self.model_kwargs, made)
         others = self.other_weights
-        return MixedReward(make(replace(rules, weights=others)), self.model, bool(others))
-
-    def process_reward(self, may_use_ray: bool) -> Reward:
-        """The values of the function in `reward.num_workers` processes of its own, or actors of the Ray of the run."""
-        self.check_is_function()
-        config, custom = self.config.reward, self.config.reward.custom_reward_function
-        size, name, kwargs = config.num_workers, "default_compute_score", built_in_kwargs(config)
-        if kwargs.pop("concurrent_semaphore", None):  # which processes do not share: each makes one call at a time
-            size = min(size, config.sandbox_fusion.max_concurrent)
-        if custom.path is not None:
-            name, kwargs = f"{custom.name} ({custom.path})", {**self.model_kwargs, **custom.reward_kwargs}
-        path = user_file(custom.path, "reward.custom_reward_function") or custom.path
-        source = ScorerSource(path and str(path), custom.name, dict(kwargs), tuple(sys.path))
-        first = LocalChild(source)  # says now what is wrong with the function
-
-        def start() -> Child:
-            return RayChild(source) if may_use_ray and is_joined() else LocalChild(source)
-
-        if may_use_ray:
-            first.kill()
-        function = ProcessFunction(start, size, config.timeout_s, None if may_use_ray else first)
-        rules = replace(self.rules, num_threads=size, timeout_s=None)
-        return self.beside_model(lambda rules: FunctionReward(function, name, rules=rules), rules)
+        reward = scoring_reward(self.config.reward, replace(rules, weights=others), self.model_kwargs, made)
+        return MixedReward(reward, self.model, bool(others))
 
     def check_is_function(self) -> None:
         """ConfigError where a reward model scores, which the manager cannot call."""
@@ -95,32 +71,44 @@ class RunScorer:
                 "out"
             )
 
-    def function(self) -> tuple[Callable[..., Any], str, dict[str, Any]]:
-        """The function, its name in messages, and the keywords that it gets with every call."""
-        config = self.config.reward
-        if config.custom_reward_function.path is None:
-            return score_row, "default_compute_score", built_in_kwargs(config)
-        function, name, kwargs = load_custom(config)
-        return function, name, {**self.model_kwargs, **kwargs}
+
+def scoring_reward(
+    config: RewardConfig,
+    rules: CallRules,
+    model_kwargs: Mapping[str, Any] | None = None,
+    manager: ManagerSource | None = None,
+) -> FunctionReward:
+    """The reward of the user's function, or of built-in scorers, called in processes of its own; ConfigError where it
+    cannot be loaded."""
+    custom, size, threads = config.custom_reward_function, 1, rules.num_threads
+    path, name, kwargs = None, "default_compute_score", built_in_kwargs(config)
+    if rules.processes:
+        size, threads = threads, 1
+        if kwargs.pop("concurrent_semaphore", None):  # which processes do not share
+            size = min(size, config.sandbox_fusion.max_concurrent)
+    if custom.path is not None:
+        path, kwargs = str(user_file(custom.path, KEY) or custom.path), {**(model_kwargs or {}), **custom.reward_kwargs}
+        name = f"{custom.name} ({custom.path})"
+    source = ScorerSource(path, custom.name, kwargs, tuple(sys.path), threads, rules.timeout_s, rules.batched, manager)
+    start = start_anywhere if rules.processes == "anywhere" else LocalChild.start
+    pool = ScoringPool(source, start, size, rules.limits)
+    if path is not None or manager is not None:
+        pool.check(LocalChild.start)  # says now what is wrong with the function
+    if manager is None:
+        return FunctionReward(pool, name, rules)
+    return FunctionReward(pool, f"{manager.name} of {name}", rules, lambda item: {"item": item})
 
 
-def load_custom(config: RewardConfig) -> tuple[Callable[..., Any], str, dict[str, Any]]:
-    """The user's function, loaded from its file, its name in messages, and its reward_kwargs."""
-    custom = config.custom_reward_function
-    with ProcessGuard(f"the import of {custom.path}").importing():
-        function = load_object(custom.path or "", custom.name, "reward.custom_reward_function")
-    if not callable(function):
-        raise ConfigError(
-            f"reward.custom_reward_function.name={custom.name!r} in {custom.path} is {type(function).__name__}, "
-            "expected a function"
-        )
-    return function, f"{custom.name} ({custom.path})", custom.reward_kwargs
+async def start_anywhere(source: ScorerSource) -> PoolChild:
+    """An actor of Ray where the run is on Ray, or a process of this machine."""
+    return await (RayChild if is_joined() else LocalChild).start(source)
 
 
 def built_in_kwargs(config: RewardConfig) -> dict[str, Any]:
-    """What built-in scorers get of reward.reward_kwargs, such as `method`, and those of programs of their sandbox."""
+    """The arguments of built-in scorers: reward.reward_kwargs, such as `method`, and those of their sandbox."""
     own = {key: value for key, value in config.reward_kwargs.items() if key not in PENALTY_KEYS}
-    return {**sandbox_arguments(config.sandbox_fusion), **own}
+    named = {"scorer": config.scorer} if config.scorer else {}
+    return {**sandbox_arguments(config.sandbox_fusion), **named, **own}
 
 
 def rules_of(config: RewardConfig) -> CallRules:

@@ -77,18 +77,3 @@ def safe_text(value: object, text: Callable[[object], str] = str) -> str:
         return text(value)
     except BaseException as error:
         return f"<{type(value).__name__}, whose {text.__name__}() raised {type(error).__name__}>"
-
-
-def is_equal(row: object, given: object) -> bool:
-    """Whether `given` still has everything that `row` has, with equal values; keys may be added."""
-    if row is given:
-        return True
-    if isinstance(row, Mapping) and isinstance(given, Mapping):
-        return all(key in given and is_equal(value, given[key]) for key, value in row.items())
-    if isinstance(row, list | tuple) and isinstance(given, list | tuple):
-        return len(row) == len(given) and all(map(is_equal, row, given))
-    if isinstance(row, str | bytes | int | float | bool | None):
-        return type(row) is type(given) and (row == given or row != row)
-    if isinstance(row, np.ndarray):
-        return isinstance(given, np.ndarray) and row.tobytes() == given.tobytes()
-    return True  # an object with an equality of its own

@@ -1,12 +1,13 @@
-"""The built-in scorers by `data_source`. docs/scorers.md has the rule of each."""
+"""The built-in scorers by `data_source`. docs/rewards/scorers.md has the rule of each."""
 
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.config.reward import SCORERS
 from verl.rewards.base import NoScorerError
 from verl.rewards.scorers.equivalence_pool import check_math_is_installed
-from verl.utils.suggest import closest
+from verl.utils.suggest import closest, did_you_mean
 
 Scorer = Callable[..., dict[str, Any]]
 
@@ -35,6 +36,7 @@ SOURCES = {
         "searchR1_bamboogle",
     ),
 }
+NAMED = {"math": "math_reward"}  # values of reward.scorer that are no module
 MATHEMATICAL = ("math_reward", "math_dapo", "prime_math", "geo3k")  # need the extra `math`
 RETURNS_DICT = ("math_dapo",)  # what published reward functions expect of default_compute_score
 
@@ -47,20 +49,21 @@ def score_row(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    scorer: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """The built-in score {score, acc, pred}; NoScorerError when no scorer exists for the data source.
+    """The built-in score {score, acc, pred} by `scorer`, else by that of the data source; NoScorerError without one.
 
     The three sandbox arguments are for scorers of code.
     """
-    if _module_of(data_source) == "code":
+    if (scorer or _module_of(data_source)) == "code":
         kwargs |= {
             "extra_info": extra_info,
             "sandbox_fusion_url": sandbox_fusion_url,
             "concurrent_semaphore": concurrent_semaphore,
             "memory_limit_mb": memory_limit_mb,
         }
-    return find_scorer(data_source)(solution_str, ground_truth, **kwargs)
+    return find_scorer(data_source, scorer)(solution_str, ground_truth, **kwargs)
 
 
 def default_compute_score(
@@ -75,9 +78,12 @@ def default_compute_score(
     return result if _module_of(data_source) in RETURNS_DICT else float(result["score"])
 
 
-def find_scorer(data_source: str) -> Scorer:
-    """The scorer of a data source; NoScorerError lists the built-in ones, ConfigError names a missing extra."""
-    name = _module_of(data_source)
+def find_scorer(data_source: str, scorer: str | None = None) -> Scorer:
+    """The scorer of reward.scorer, else of a data source. NoScorerError lists the built-in ones, ConfigError
+    names a missing extra."""
+    if scorer and scorer not in SCORERS:
+        raise NoScorerError(f"no built-in scorer is named {scorer!r}; {did_you_mean(scorer, SCORERS)}")
+    name = NAMED.get(scorer, scorer) if scorer else _module_of(data_source)
     if name is not None:
         if name in MATHEMATICAL:
             check_math_is_installed()
@@ -87,6 +93,7 @@ def find_scorer(data_source: str) -> Scorer:
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise NoScorerError(
         f"no reward is known for data_source {data_source!r}{hint}; built in: {', '.join(sorted(known))}. Else set "
+        "reward.scorer to math, gsm8k, exact or another built-in scorer of any row, or "
         "reward.custom_reward_function.path to a function of your own"
     )
 

@@ -1,167 +1,124 @@
-"""A reward function in processes of its own: what it does to a process, the trainer's does not feel."""
+"""The two kinds of a scoring child: a process of this machine, and an actor of Ray."""
 
-import contextlib
+import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-import weakref
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from socket import socketpair
-from typing import Any, Protocol
+from struct import pack, unpack
+from typing import Any
 
-import verl
-from verl.rewards.bounded_calls import ProcessKilledError, ProcessLostError, RemoteCallError, limit_text
 from verl.rewards.scoring_child import ScorerSource, ScoringChild
-from verl.rewards.worker_slots import WorkerSlots
+from verl.rewards.scoring_pool import Reply, Request
 from verl.utils.errors import ConfigError
+from verl.workers.rollout.child import Child, ChildLostError, finds_verl
 
 START_LIMIT_S = 300.0  # of a process that loads the function, and what that imports
-MAX_REPLY_BYTES = 64 << 20
-
-
-class Child(Protocol):
-    """A process that has loaded the function."""
-
-    def call(self, kwargs: dict[str, Any], limit_s: float | None) -> dict[str, Any]:
-        """The reply of `ScoringChild.call`; ProcessLostError or ProcessKilledError, after which it must be replaced."""
-
-    def kill(self) -> None:
-        """End it, and what it has started, at once."""
 
 
 class LocalChild:
-    """A process of this machine; ConfigError where it cannot load the function."""
+    """A process of this machine, which `start` starts. Frames are those of multiprocessing.connection."""
 
-    def __init__(self, source: ScorerSource):
+    has_beat, is_async = True, False
+
+    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._child, self._reader, self._writer = child, reader, writer
+        self.pid: int | None = child.process.pid
+
+    @classmethod
+    async def start(cls, source: ScorerSource) -> "LocalChild":
+        """ConfigError where it cannot load the function."""
         ours, theirs = socketpair()
-        self._connection = Connection(ours.detach())
-        paths = [str(Path(verl.__file__).parent.parent), os.environ.get("PYTHONPATH")]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with theirs:  # a process group of its own: Ctrl-C is for the trainer
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rewards.scoring_child", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, process_group=0,
-            )  # fmt: skip
+        command = [sys.executable, "-m", "verl.rewards.scoring_child"]
+        # One order of sets in every process, so that an answer gets the same score in that which replaces another.
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ}
+        process = Child(command, finds_verl(environment), theirs)
+        child = cls(process, *await asyncio.open_connection(sock=ours))
         try:
-            started = self._ask(ForkingPickler.dumps(source), START_LIMIT_S)
-        except ProcessLostError as error:
-            self.kill()
-            raise ConfigError(f"the process of reward function {source.name} ({source.path}): {error}") from error
-        if "error" in started:
-            self.kill()
-            raise ConfigError(f"in a process of its own: {started['error']}")
+            child._write(source.search_path)
+            child._write(source)
+            started = json.loads(await asyncio.wait_for(child._frame(), START_LIMIT_S))
+            if "error" in started:
+                raise ConfigError(f"in a process of its own: {started['error']}")
+        except (ChildLostError, TimeoutError) as error:
+            child.close()
+            how = str(error) or f"it has not started in {START_LIMIT_S:.0f} s"
+            raise ConfigError(f"the process of reward function {source.name} ({source.path}): {how}") from error
+        except BaseException:
+            child.close()
+            raise
+        child.is_async = started["is_async"]
+        return child
 
-    def call(self, kwargs: dict[str, Any], limit_s: float | None) -> dict[str, Any]:
-        try:
-            request = ForkingPickler.dumps(kwargs)
-        except Exception as error:  # of an object that an agent loop added
-            return {"error": f"the row cannot travel to another process: {error}", "traceback": "", "is_final": True}
-        return self._ask(request, limit_s)
+    def send(self, requests: list[Request]) -> None:
+        if requests:
+            self._write(requests)
 
-    def _ask(self, request: Any, limit_s: float | None) -> dict[str, Any]:
-        # Poll intervals are added up, not the clock: a suspended process is not late.
-        poll_s, used_s = (None, 0.0) if limit_s is None else (min(0.25, limit_s / 4), 0.0)
+    def _write(self, message: Any) -> None:
+        frame = bytes(ForkingPickler.dumps(message))
+        self._writer.write(pack("!i", len(frame)) + frame)
+
+    async def receive(self) -> list[Reply]:
+        return list(json.loads(await self._frame()))
+
+    async def _frame(self) -> bytes:
         try:
-            self._connection.send_bytes(request)
-            while not self._connection.poll(poll_s):
-                used_s += poll_s or 0.0
-                if limit_s is not None and used_s >= limit_s:
-                    raise ProcessKilledError(limit_text(limit_s))
-            return dict(json.loads(self._connection.recv_bytes(MAX_REPLY_BYTES)))
+            (size,) = unpack("!i", await self._reader.readexactly(4))
+            return await self._reader.readexactly(size)
         except (EOFError, OSError):
-            code = self._process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ProcessLostError(f"it ended with {how} during the call") from None
+            how = await asyncio.to_thread(self._child.how_it_ended)
+            raise ChildLostError(f"it ended with {how or 'no answer'} during the call") from None
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
+        self._child.kill()
+
+    def close(self) -> None:
+        self._child.end()
+        self._writer.close()
 
 
 class RayChild:
-    """An actor of Ray on any node, which takes no core from the ranks; VerlError where it cannot load the function."""
+    """An actor of Ray on any node, which takes no core from the ranks. It makes one call at a time."""
 
-    def __init__(self, source: ScorerSource):
+    has_beat, is_async = False, False
+
+    def __init__(self, actor: Any):
+        self.pid: int | None = None  # on another machine, or not known
+        self._actor, self._thread = actor, ThreadPoolExecutor(1)
+        self._replies: asyncio.Queue[Reply | ChildLostError] = asyncio.Queue()
+
+    @classmethod
+    async def start(cls, source: ScorerSource) -> "RayChild":
+        """VerlError where it cannot load the function."""
         from verl.runtime.ray_objects import FreeActor
 
-        self._actor = FreeActor(ScoringChild, source)
+        return cls(await asyncio.to_thread(FreeActor, ScoringChild, source))
 
-    def call(self, kwargs: dict[str, Any], limit_s: float | None) -> dict[str, Any]:
+    def send(self, requests: list[Request]) -> None:
+        loop = asyncio.get_running_loop()
+        for number, row in requests:
+            if row is not None:
+                loop.run_in_executor(self._thread, self._ask, loop, number, row)
+
+    def _ask(self, loop: asyncio.AbstractEventLoop, number: int, row: bytes) -> None:
+        answer: Reply | ChildLostError
         try:
-            return dict(json.loads(self._actor.call("call", kwargs, limit_s=limit_s)))
-        except TimeoutError:
-            raise ProcessKilledError(limit_text(limit_s)) from None
+            answer = (number, json.loads(self._actor.call("call", row, limit_s=None)))
         except EOFError as error:
-            raise ProcessLostError(f"its actor of Ray ended during the call: {error}") from None
+            answer = ChildLostError(f"its actor of Ray ended during the call: {error}")
+        loop.call_soon_threadsafe(self._replies.put_nowait, answer)
+
+    async def receive(self) -> list[Reply]:
+        answer = await self._replies.get()
+        if isinstance(answer, ChildLostError):
+            raise answer
+        return [answer]
 
     def kill(self) -> None:
         self._actor.end()
 
-
-class ProcessFunction:
-    """Calls of the function in at most `size` processes, which start on first use; any number of threads may call.
-
-    A process that ends, or does not answer in `limit_s`, is an error of its call, and is replaced at the next.
-    """
-
-    def __init__(self, start: Callable[[], Child], size: int, limit_s: float | None, first: Child | None = None):
-        self._start, self._limit_s = start, limit_s
-        self._slots = WorkerSlots(size, first)
-        self._children: set[Child] = {first} if first else set()
-        self._lock = threading.Lock()
-        _running.add(self)
-
-    def __call__(self, **kwargs: Any) -> Any:
-        child = self._slots.take()
-        try:
-            child = child or self._add()
-            reply = child.call(kwargs, self._limit_s)
-        except BaseException:  # its reply may still come, and would be taken for that of the next call
-            if child is not None:
-                self._remove(child)
-                child = None
-            raise
-        finally:
-            with self._lock:  # one that was ended meanwhile is not put back
-                self._slots.put_back(child if child in self._children else None)
-        if "error" in reply:
-            raise RemoteCallError(reply["error"], reply["traceback"], reply["is_final"])
-        return reply["result"]
-
-    def _add(self) -> Child:
-        child = self._start()
-        with self._lock:
-            self._children.add(child)
-        return child
-
-    def _remove(self, child: Child) -> None:
-        with self._lock:
-            is_ours = child in self._children
-            self._children.discard(child)
-        if is_ours:
-            child.kill()
-
     def close(self) -> None:
-        """End all processes; a call that runs fails, and a later one starts another."""
-        with self._lock:
-            children, self._children = self._children, set()
-            self._slots.clear()
-        for child in children:
-            child.kill()
-
-
-_running: "weakref.WeakSet[ProcessFunction]" = weakref.WeakSet()
-
-
-def end_scoring_processes() -> None:
-    """End those of all rewards of this process, whose runs are over."""
-    for function in list(_running):
-        function.close()
+        self.kill()
+        self._thread.shutdown(wait=False)

@@ -34,12 +34,12 @@ class ServerHere:
         self.process = HTTPServerProcess(name, command(host, port), environment, port, host)
 
     def wait_until_ready(self, limit_s: float, key: str) -> tuple[str, str]:
-        """Its name and address, when it answers."""
+        """Waits until the server answers; returns its name and address."""
         self.process.wait_until_ready(limit_s, key)
         return self.process.name, self.process.address
 
     def answer(self, path: str, body: Any, limit_s: float) -> Any:
-        """That of the server to POST `path`."""
+        """The server's answer to POST `path`."""
         return self.process.answer(path, body, limit_s)
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class ServerHere:
         self.process.close()
 
 
-class ServerOnNode:
+class HTTPServerOnNode:
     """A `ServerHere` on another machine, held by `held` there."""
 
     def __init__(self, name: str, held: ObjectOnNode):
@@ -87,6 +87,6 @@ def start_servers_on_nodes(
     servers: list[Server] = []
     for one in planned:
         one.command(HOST, 0)  # reads its keys in this process, too, which reports those that nothing reads
-        servers.append(ServerOnNode(one.name, hold(one, partial(ServerHere, one, of_driver))))
+        servers.append(HTTPServerOnNode(one.name, hold(one, partial(ServerHere, one, of_driver))))
         started.callback(servers[-1].close)
     return RewardServers(servers, settings, any(one.sleeps for one in planned))

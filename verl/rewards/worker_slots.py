@@ -58,7 +58,7 @@ class OfProcess(Generic[P]):
 
     def _forget(self) -> None:
         self._pool: P | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may ask for it at any time
 
     def __call__(self) -> P:
         with self._lock:

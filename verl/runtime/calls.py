@@ -132,7 +132,7 @@ class RemoteGroup(WorkerGroup):
             future.set_result(value) if succeeded else future.set_exception(error)
 
     def _open_calls(self) -> dict[int, dict[int, str]]:
-        """By rank that has not answered all its calls: their methods by number. Without calls that have failed."""
+        """Open calls of each rank: their methods by number, without calls that have failed."""
         found: dict[int, dict[int, str]] = {}
         with self._lock:
             for number, call in self._calls.items():

@@ -55,7 +55,7 @@ def tell_device_waits(folder: Path, rank: int) -> None:
 
 
 def read_device_waits(folder: Path, rank: int) -> tuple[DeviceWait, ...]:
-    """Those of a rank of this machine, in the order of their start; empty where it does not say so."""
+    """The device waits of a rank of this machine, in the order of their start; empty where it reports none."""
     for path in folder.glob(f"rank_{rank}.waits.*"):
         server = _UnixConnection(path)
         try:

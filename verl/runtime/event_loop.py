@@ -22,7 +22,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Its result. An exception in the waiting thread, such as KeyboardInterrupt, cancels the coroutine."""
+        """The coroutine's result. An exception in the waiting thread, such as KeyboardInterrupt, cancels it."""
         future = self.start(coroutine)
         try:
             return future.result()

@@ -46,7 +46,7 @@ class Layout:
 
     @cached_property
     def output_ranks(self) -> tuple[int, ...]:
-        """By data-parallel group, the rank that returns its outputs."""
+        """The rank that returns the outputs of each data-parallel group."""
         ranks = [rank for rank, place in enumerate(self.places) if place.returns_outputs]
         return tuple(sorted(ranks, key=lambda rank: self.places[rank].data_group))
 
@@ -110,13 +110,13 @@ class WorkerGroup(ABC):
         num_devices: int = 0,
         for_all: bool = False,
     ) -> ObjectOnNode:
-        """What `factory(address, devices)` builds on machine `node` of a cluster, where the driver, with `for_all`
+        """Builds `factory(address, devices)` on machine `node` of a cluster, where the driver, with `for_all`
         every machine, reaches it at `address`: for the devices of `ranks`, or for `num_devices` of its own."""
         raise NotImplementedError("only a cluster's ranks have machines")
 
     @property
     def address(self) -> str:
-        """Of the machine of rank 0, as the others reach it."""
+        """The address of rank 0's machine, as the others reach it."""
         raise NotImplementedError("only a cluster's ranks have machines")
 
     @abstractmethod

@@ -88,7 +88,7 @@ def watch_each_other(
 
 
 def _this_machine() -> str | None:
-    """What processes that see each other have in common; None where there is no /proc."""
+    """A name that processes share if they see each other; None where there is no /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:

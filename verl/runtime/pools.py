@@ -1,4 +1,4 @@
-"""Pools of ranks: which roles live on which ranks, and one group of workers for each pool."""
+"""Pools of devices: which roles live on which, and one group of workers for each pool, a rank on each device."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -10,20 +10,26 @@ from verl.runtime.group import WorkerGroup
 
 @dataclass(frozen=True)
 class Pool:
-    """Ranks that hold a worker of each of `roles`, equally many on each of `num_nodes` machines. Pools of one machine
-    share no device."""
+    """`per_node` devices on each of `nodes` machines, from `first_device` of node `first_node` on, for `roles`.
+
+    Pools share no device.
+    """
 
     name: str
     roles: tuple[str, ...]
-    num_ranks: int = 1
+    per_node: int = 1
+    nodes: int = 1
     first_device: int = 0
-    num_nodes: int = 1
     first_node: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.per_node
 
 
 def describe_pools(pools: Iterable[Pool]) -> str:
     """The number of ranks in words, by pool if there are several."""
-    sizes = {pool.name: pool.num_ranks for pool in pools}
+    sizes = {pool.name: pool.num_devices for pool in pools}
     total = sum(sizes.values())
     by_pool = f" ({', '.join(f'{name} {size}' for name, size in sizes.items())})" if len(sizes) > 1 else ""
     return f"{total} rank{'s' if total > 1 else ''}{by_pool}"

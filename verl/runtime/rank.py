@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
 from verl.runtime.versions import check_ranks
+from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.process_end import end_without_freeing_objects, exit_now
 
@@ -156,8 +157,3 @@ def process_group_backend() -> str:
     platform = get_platform()
     device_backend = platform.communication_backend_name()
     return "gloo" if platform.device_name == "cpu" else f"cpu:gloo,{platform.device_name}:{device_backend}"
-
-
-def num_cores() -> int:
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,7 +20,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 
 @dataclass(frozen=True)
 class Counters:
-    """What a process, or some of its threads, has done so far."""
+    """Counters of a process, or of some of its threads."""
 
     state: str  # of the thread that runs calls: R running, S sleeping, D waiting for a disk, T stopped, t in a debugger
     cpu_s: float
@@ -30,7 +30,7 @@ class Counters:
     device_waits: tuple[DeviceWait, ...] = ()  # of a library that polls, which is CPU time without a move
 
     def without(self, threads: Collection["Counters"]) -> "Counters":
-        """What is left without those of some of its threads."""
+        """The counters without those of some of its threads."""
         return replace(self, **{name: getattr(self, name) - value for name, value in _sums(threads).items()})
 
     @classmethod
@@ -98,23 +98,23 @@ class WatchedRanks(ABC):
 
     @abstractmethod
     def look(self, ranks: Collection[int]) -> dict[int, Counters] | None:
-        """By rank that has not ended; None while a machine does not answer."""
+        """Counters of each rank that has not ended; None while a machine does not answer."""
 
     @abstractmethod
     def look_at_helpers(self) -> dict[tuple[str, int], Counters]:
-        """By node and process id, the CPU time of rollout servers and other processes that a rank may wait for."""
+        """The CPU time of rollout servers and other processes that a rank may wait for, by node and process id."""
 
     @abstractmethod
     def ask_for_stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """By rank, where its threads are; "" where it does not say so."""
+        """The stacks of each rank's threads; "" where it does not report them."""
 
     @abstractmethod
     def wait_for_disks(self, ranks: Collection[int]) -> set[int]:
-        """Those of the ranks of which a thread waits for a disk."""
+        """The ranks of which a thread waits for a disk."""
 
     @abstractmethod
     def describe(self, ranks: Collection[int]) -> dict[int, str]:
-        """By rank, its node and process."""
+        """Node and process of each rank."""
 
 
 class RanksOfMachine(WatchedRanks):
@@ -149,7 +149,7 @@ class RanksOfMachine(WatchedRanks):
         return {rank: f"node {node}, process {self.processes[rank].process}" for rank in ranks}
 
     def read_errors(self) -> list[RecordedError]:
-        """What these ranks have recorded, in order of time."""
+        """The errors that these ranks have recorded, in order of time."""
         return read_errors(self.folder)
 
     def remove_reports(self) -> None:
@@ -179,7 +179,7 @@ def family(ancestors: Collection[int], without: str = "") -> dict[int, Counters]
 
 
 def helpers_of(parents: Collection[int], without: str = "") -> dict[tuple[str, int], Counters]:
-    """By node and process id, the CPU time of all below `parents`."""
+    """The CPU time of all processes below `parents`, by node and process id."""
     found, node = family(parents, without), socket.gethostname()
     return {(node, n): replace(found[n], num_bytes=0, storage_bytes=0) for n in found.keys() - set(parents)}
 

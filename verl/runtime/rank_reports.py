@@ -1,4 +1,4 @@
-"""What ranks leave in files for their driver: each exception with its time, and on a signal where their threads are."""
+"""Files that ranks leave for their driver: each exception with its time, and on a signal where their threads are."""
 
 import contextlib
 import faulthandler
@@ -110,7 +110,7 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 
 def read_errors(folder: Path) -> list[RecordedError]:
-    """What all ranks have recorded, in order of time; nothing where their group has been closed."""
+    """The errors that all ranks have recorded, in order of time; none where their group has been closed."""
     try:
         texts = [file.read_text() for file in folder.glob("rank_*.json")]
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def _line(error: RecordedError, first: RecordedError, in_full: bool) -> str:
 
 
 def ask_for_stacks(folder: Path, processes: dict[int, int]) -> dict[int, str]:
-    """By rank, where the threads of its process are; "" where it does not say so. `processes`: the process ids."""
+    """The stacks of each rank's threads; "" where it does not report them. `processes`: the process ids."""
     files = {rank: stack_file(folder, rank) for rank in processes if STACK_SIGNAL is not None}
     if not files:
         return dict.fromkeys(processes, "")

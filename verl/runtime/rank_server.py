@@ -1,6 +1,7 @@
-"""What a rank does: it builds the worker and runs calls in order; and the process of a rank of a `ProcessGroup`."""
+"""A rank builds the worker and runs calls in order; and the process of a rank of a `ProcessGroup`."""
 
 import asyncio
+import contextlib
 import faulthandler
 import inspect
 import os
@@ -159,9 +160,8 @@ class _PipeServer(CallServer):
             except (EOFError, OSError):  # the driver is gone
                 self.reports.remove()
                 os._exit(1)
-            loop.call_soon_threadsafe(self.inbox.put_nowait, message)
-            if message is None:
-                return
+            with contextlib.suppress(RuntimeError):  # the rank has ended its calls; only the driver is still watched
+                loop.call_soon_threadsafe(self.inbox.put_nowait, message)
 
     def unpack(self, packed: bytes) -> Any:
         return deserialize(packed)

@@ -36,7 +36,8 @@ RANK_ENVIRONMENT = {
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     "HSA_NO_SCRATCH_RECLAIM": "1",
 }
-PREFIXES = ("VERL_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "HCCL_", "VLLM_", "OMP_", "CUDA_DEVICE_MAX_")
+PREFIXES: tuple[str, ...] = ("VERL_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "HCCL_", "VLLM_")
+PREFIXES += ("OMP_", "GOMP_", "KMP_", "CUDA_DEVICE_MAX_")
 
 
 def is_installed() -> bool:
@@ -82,7 +83,7 @@ class Cluster:
     timeline: str | None = None
 
     def describe(self, platform: PlatformBase, asked: int) -> str:
-        """What was joined, its nodes and devices, and how many devices the run asks for."""
+        """Describes the cluster: its nodes and devices, and how many devices the run asks for."""
         name, nodes = device_resource(platform), alive_nodes()
         devices = sum(node.get(name, 0.0) for node in nodes)
         return f"Ray: {self.how}; {len(nodes)} node{'s' * (len(nodes) > 1)}, {devices:g} {name}, asked for {asked}"
@@ -143,7 +144,7 @@ def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_resource(platform: PlatformBase) -> str:
-    """What Ray counts a rank's device as: the platform's resource, or CPU."""
+    """The resource that Ray counts for a rank's device: the platform's, or CPU."""
     return "CPU" if platform.device_name == "cpu" else platform.ray_resource_name()
 
 
@@ -172,7 +173,7 @@ def full_store(what: str) -> VerlError:
 
 @dataclass(frozen=True)
 class Devices:
-    """What a group asks Ray for: equally many ranks on each of `num_nodes` machines, with a share of a device each."""
+    """A group's request to Ray: equally many ranks on each of `num_nodes` machines, with a share of a device each."""
 
     platform: PlatformBase
     num_nodes: int = 1
@@ -196,7 +197,7 @@ class Devices:
         return {"CPU": float(count)} | {device_resource(self.platform): float(count)}
 
     def options_of(self, count: int) -> dict[str, Any]:
-        """Those of an actor with `count` whole devices."""
+        """Options of an actor with `count` whole devices."""
         name = device_resource(self.platform)
         return {"num_cpus": count, **({} if name == "CPU" else self.platform.ray_resource_options(count))}
 
@@ -316,7 +317,7 @@ def release(group: Any) -> None:
 
 
 def _nearest(devices: Devices, per_node: int, beside: int, there: list[dict[str, float]]) -> str:
-    """Of the plans that this cluster can hold, the one with most ranks, but not more than are asked for."""
+    """The largest plan that this cluster can hold, with no more ranks than are asked for."""
     room = sorted((devices.ranks_within(node) - beside for node in there), reverse=True)
     asked, best = devices.num_nodes * (per_node - beside), (0, 0, 0)
     for nodes, ranks in enumerate(room, 1):

@@ -151,7 +151,7 @@ class RayGroup(RemoteGroup):
 
     @cached_property
     def _device_names(self) -> list[list[str]]:
-        """By rank, Ray's names of its devices."""
+        """Ray's names of each rank's devices."""
         resource = device_resource(self.devices.platform)
         return self._ask([actor.device_names.remote(resource) for actor in self._actors])
 

@@ -47,9 +47,11 @@ class _Holder:
 
 
 class ObjectOnRay(ObjectOnNode):
-    """What `factory` builds in `placement`: a placement group and the number of a bundle. It is for the devices named,
-    or for those that Ray gives its actor, with `options`, as `resource`. `has_ranks`: the node's versions are known to
-    be the driver's. `for_all`: it is told an address that every machine reaches."""
+    """An object that `factory` builds in `placement`: a placement group and the number of a bundle.
+
+    It is for the devices named, or for those that Ray gives its actor, with `options`, as `resource`. `has_ranks`: the
+    node's versions are known to be the driver's. `for_all`: it is told an address that every machine reaches.
+    """
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ ANSWER_S, STACKS_S = 5.0, 30.0  # how long a node's answer is waited for
 
 
 class _RanksOfNode(RanksOfMachine):
-    """Those of a node, by the name of their folder there."""
+    """The ranks of a node, by the name of their folder there."""
 
     def __init__(self, processes: dict[int, RankProcess], name: str, parents: Collection[int]):
         super().__init__(processes, folder_of_this_node(name), parents)
@@ -66,7 +66,7 @@ class RanksOnRay(WatchedRanks):
         return found
 
     def read_errors(self) -> list[RecordedError]:
-        """What all ranks have recorded, in order of time."""
+        """The errors that all ranks have recorded, in order of time."""
         return sorted((one for answer in self._ask("read_errors") for one in answer or ()), key=lambda one: one.time)
 
     def kill(self) -> None:

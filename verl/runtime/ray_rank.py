@@ -1,4 +1,4 @@
-"""What a rank does as an actor of Ray: messages come in, replies wait, and the calls run in a thread of their own."""
+"""A rank as an actor of Ray: messages come in, replies wait, and the calls run in a thread of their own."""
 
 import asyncio
 import contextlib
@@ -96,7 +96,7 @@ class RankActor:
         return devices_of_this_actor(resource)
 
     def versions(self) -> dict[str, str]:
-        """Those of this rank's environment."""
+        """The versions of this rank's environment."""
         return own_versions()
 
     def open_store(self, address: str) -> int:

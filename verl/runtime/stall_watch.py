@@ -24,7 +24,7 @@ _STACK_CPU_S = 0.1  # more than a rank needs to write its stacks
 _STORAGE_TIMEOUT_S = COLLECTIVE_TIMEOUT.total_seconds()  # for a rank that waits for its storage
 _STORING = ("save", "finish_save", "load")  # methods that read and write checkpoints
 _LOOK_FOR_HELPERS, _HELPERS_QUIET = 0.1, 0.8  # of the timeout: ranks quiet until helpers are watched, and those then
-HELP = "docs/when_a_run_hangs.md says what to look at"
+HELP = "docs/scale/when_a_run_hangs.md says what to look at"
 
 
 class Progress:

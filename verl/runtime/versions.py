@@ -37,7 +37,7 @@ Versions = Mapping[str, str]
 
 @cache
 def own_versions() -> dict[str, str]:
-    """By package, the version in this process's environment; of this package also a digest of its files."""
+    """The version of each package in this process's environment; of this package also a digest of its files."""
     digest = hashlib.sha256()
     root = Path(verl.__file__).parent
     for path in sorted(root.rglob("*.py")):
@@ -55,7 +55,7 @@ def own_versions() -> dict[str, str]:
 
 
 def _nccl_version() -> str:
-    """Of the library that torch has loaded, where ranks join by it."""
+    """The version of NCCL that torch has loaded, where ranks join by it."""
     platform = get_platform()
     if platform.communication_backend_name() != "nccl" or not dist.is_nccl_available():
         return ABSENT

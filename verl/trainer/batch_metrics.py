@@ -1,25 +1,31 @@
 """Metrics of a batch, under their public names."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.policy_loss import LOG_RATIO_LIMIT, limited_log_ratio
+from verl.algorithms.token_rewards import conversation_numbers, mean_per_conversation
 from verl.data.batch import Batch
-from verl.data.trajectory import Trajectory
+from verl.data.trajectory import Trajectory, conversations_of
 
 LOG_PROB_FLOOR = 1e-12
 
 
 def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of one step's batch."""
+    """Scores and rewards of one step's conversations; advantages, returns, values and lengths of its sequences."""
     out: dict[str, float] = {}
-    out.update(mean_max_min("critic/score", batch["rewards"]))
+    conversation = conversation_numbers(batch)
+    out.update(mean_max_min("critic/score", mean_per_conversation(batch["rewards"], conversation)))
     out.update(reward_metrics(batch))
-    out.update(mean_max_min("critic/rewards", batch.sum_per_sequence(batch["token_rewards"])))
+    rewards = mean_per_conversation(batch.sum_per_sequence(batch["token_rewards"]), conversation)
+    out.update(mean_max_min("critic/rewards", rewards))
     trained = trained_mask(batch)
     out.update(mean_max_min("critic/advantages", batch["advantages"][trained]))
     out.update(mean_max_min("critic/returns", batch["returns"][trained]))
@@ -76,19 +82,27 @@ def variance_proxy_metrics(batch: Batch, grad_norm: float | None) -> dict[str, f
 
 
 def reward_metrics(batch: Batch) -> dict[str, float]:
-    """reward/std over the batch, and reward/groups_without_spread: the share of groups whose rewards are all equal."""
-    rewards = batch["rewards"].double()
-    if rewards.numel() == 0:
+    """reward/std of the conversations, reward/groups_without_spread: the share of groups whose rewards are all equal,
+    and, where conversations have several outputs, reward/unequal_outputs: the share with different rewards for them."""
+    if batch.num_sequences == 0:
         return {}
-    _, group = batch["group_ids"].unique(return_inverse=True)
-    count = int(group.max()) + 1
-    low, high = (
-        rewards.new_zeros(count).scatter_reduce(0, group, rewards, how, include_self=False) for how in ("amin", "amax")
-    )
-    return {
+    conversation, (_, group) = conversation_numbers(batch), batch["group_ids"].unique(return_inverse=True)
+    rewards = mean_per_conversation(batch["rewards"], conversation)
+    without_spread = _all_equal(rewards, group.new_zeros(len(rewards)).scatter(0, conversation, group))
+    out = {
         "reward/std": float(rewards.std(unbiased=False)),
-        "reward/groups_without_spread": float((low == high).double().mean()),
+        "reward/groups_without_spread": float(without_spread.double().mean()),
     }
+    if len(rewards) < batch.num_sequences:
+        out["reward/unequal_outputs"] = float((~_all_equal(batch["rewards"], conversation)).double().mean())
+    return out
+
+
+def _all_equal(values: Tensor, owner: Tensor) -> Tensor:
+    """Whether all values of an owner, numbered from 0, are equal."""
+    start = values.new_zeros(int(owner.max()) + 1)
+    low, high = (start.scatter_reduce(0, owner, values, how, include_self=False) for how in ("amin", "amax"))
+    return low == high
 
 
 def numeric_parts(answer: Trajectory) -> dict[str, object]:
@@ -100,11 +114,22 @@ def numeric_parts(answer: Trajectory) -> dict[str, object]:
     }
 
 
+def whole_score(outputs: Sequence[Trajectory]) -> tuple[float | None, dict[str, object]]:
+    """The reward of a conversation and its `numeric_parts`: means over its scored outputs; of `pred` the last."""
+    rewards = [one.reward for one in outputs if one.reward is not None]
+    values: dict[str, list[Any]] = {}
+    for one in outputs:
+        for name, value in numeric_parts(one).items() if one.reward is not None else ():
+            values.setdefault(name, []).append(value)
+    parts = {name: found[-1] if name == "pred" else fmean(found) for name, found in values.items()}
+    return fmean(rewards) if rewards else None, parts
+
+
 def reward_part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """reward/<part>/{mean,max,min} over the scored answers that have the part, for its numbers in `numeric_parts`."""
+    """reward/<part>/{mean,max,min} over the conversations whose scored outputs have the part, for its numbers."""
     values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in numeric_parts(trajectory).items() if trajectory.reward is not None else ():
+    for outputs in conversations_of(trajectories):
+        for name, value in whole_score(outputs)[1].items():
             if name != "pred" and isinstance(value, int | float):
                 values.setdefault(name, []).append(float(value))
     out: dict[str, float] = {}
@@ -164,10 +189,13 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}; the last two for agent loops only."""
+    """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}; the last two for agent loops only. And
+    tool_errors/<tool>, the calls whose tool failed."""
     turns = [float(t.num_turns) for t in trajectories]
     calls = [float(len(t.tool_rewards)) for t in trajectories if t.tool_rewards is not None]
     out = mean_max_min("num_turns", torch.tensor(turns)) | mean_max_min("tool_call_counts", torch.tensor(calls))
+    failed = Counter(f"tool_errors/{name}" for t in trajectories for name, _ in t.tool_errors)
+    out |= {name: float(count) for name, count in failed.items()}
     seconds = [t.loop_timings for t in trajectories if t.loop_timings is not None]
     for name in dict.fromkeys(name for timings in seconds for name in timings):
         values = torch.tensor([float(timings[name]) for timings in seconds if name in timings])

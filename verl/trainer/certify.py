@@ -4,4 +4,4 @@ from verl.commands.certify import main
 from verl.utils.process_end import end_process
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

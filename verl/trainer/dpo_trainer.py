@@ -15,9 +15,9 @@ usage: verl dpo [--config-name NAME] [--config-dir DIR] key=value ...
   verl dpo model.path=DIR data.train_files=pairs.jsonl loss.name=sigmoid loss.beta=0.1
   torchrun --standalone --nproc-per-node=8 -m verl.trainer.dpo_trainer key=value ...   (that many ranks)
 
-Rows have the columns prompt, chosen and rejected (docs/preferences.md). Keys are those of `verl sft`, and loss.*.
-  verl config explain loss.name                            what a key means
-  verl config print --config-name dpo_trainer key=value    the whole resolved configuration
+Rows have the columns prompt, chosen and rejected (docs/train/preferences.md). Keys are those of `verl sft`, and loss.*.
+  verl config explain dpo loss.name                            what a key means
+  verl config print dpo key=value    the whole resolved configuration
 """
 
 
@@ -27,4 +27,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -1,14 +1,15 @@
-"""What is looked at before heavy libraries are loaded; the preflight looks again, with all the rest."""
+"""Checks before heavy libraries are loaded; the preflight looks again, with all the rest."""
 
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from verl.config import HFModelConfig, RunConfig, SFTConfig
 from verl.config.algorithm import ESTIMATORS, POLICY_LOSSES
 from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.engine import STRATEGIES
+from verl.data.file_places import data_paths
 from verl.models.model_place import existing_folder, reward_model_folder
 from verl.observe.tracker_checks import check_trackers
 from verl.plugin.loading import GROUP, MODULES_VARIABLE
@@ -22,18 +23,18 @@ from verl.utils.suggest import did_you_mean
 WHAT = "things keep this run from starting"
 
 
-def say_early_mistakes(config: RunConfig | SFTConfig, say: Callable[[str], None]) -> list[VerlError]:
-    """`early_mistakes`, which `say` has been told; a later refusal leaves them out (`Findings(said=...)`)."""
+def say_early_mistakes(config: RunConfig | SFTConfig, say: Callable[[str], None]) -> bool:
+    """Whether `early_mistakes` finds any, which `say` is told; the refusal that ends the run says all of them."""
     mistakes = early_mistakes(config)
     try:
         mistakes.raise_if_any(WHAT)
     except VerlError as error:
         say(f"error: {error}\nlooking for what else keeps this run from starting")
-    return mistakes.errors
+    return bool(mistakes.errors)
 
 
 def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
-    """What is missing on this machine of engines, model folders, data files, trackers and a reward; unknown names."""
+    """Lists engines, model folders, data files, trackers and rewards that this machine lacks, and unknown names."""
     mistakes = Mistakes()
     with mistakes:
         check_can_start(config)
@@ -60,7 +61,7 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
             check_user_object(rows.path, rows.name, "data.custom_cls")
     for files in files_read(config).values() if not config.data.custom_cls.path else ():
         with mistakes:
-            check_files(files)
+            data_paths(files)
     return mistakes
 
 
@@ -111,12 +112,3 @@ def validates(config: RunConfig) -> bool:
     """Whether the run ever validates."""
     settings = config.trainer
     return bool(config.data.val_files) and (settings.val_before_train or settings.val_only or settings.test_freq > 0)
-
-
-def check_files(files: str | Sequence[str]) -> None:
-    """DataError where a data file is not there."""
-    paths = [files] if isinstance(files, str) else files
-    if not paths or not all(os.path.isfile(os.path.expanduser(file)) for file in paths):
-        from verl.data.data_files import data_paths  # for its errors: it loads pyarrow
-
-        data_paths(paths)

@@ -1,4 +1,4 @@
-"""What is said when a rank of fine-tuning is lost: one line; the tracebacks of the other ranks go to a file."""
+"""Messages when a rank of fine-tuning is lost: one line; the tracebacks of the other ranks go to a file."""
 
 import contextlib
 import faulthandler

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl.config import RunConfig, load_config
 from verl.config.run_name import same_command
@@ -14,9 +15,14 @@ from verl.trainer.run_files import step_folder
 from verl.trainer.run_folder import claimed_run
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
-from verl.utils.errors import VerlError
+from verl.utils.errors import ConfigError
+from verl.utils.import_paths import refuse_missing_names, replacement
 from verl.utils.process_end import end_process
 
+if TYPE_CHECKING:
+    from verl.trainer.ppo.training_run import TrainingRun
+
+__getattr__ = refuse_missing_names(__name__)
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
 usage: python3 -m verl.trainer.main_ppo [--config-name NAME] [--config-dir DIR] key=value ...
@@ -46,18 +52,32 @@ def _run(words: list[str]) -> None:
         run_ppo(config)
 
 
-def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[str, float]:
-    """Train as configured; returns the last validation's metrics. `announce` gets the lines of header and summary."""
+def run_ppo(
+    config: RunConfig,
+    announce: Callable[[str], None] = say,
+    before_steps: "Callable[[TrainingRun], object]" = lambda run: None,
+    **foreign: Any,
+) -> dict[str, float]:
+    """Train as configured; returns the last validation's metrics. `announce` gets the lines of header and summary.
+
+    ConfigError for `foreign` arguments, such as a task_runner_class, and for another kind of configuration.
+    """
+    if foreign or not isinstance(config, RunConfig):
+        given = ", ".join([f"a {type(config).__name__}", *foreign])
+        raise ConfigError(f"run_ppo got {given}: {replacement('verl.trainer.main_ppo.TaskRunner')}")
     with claimed_run(config) as (config, place):
         for line in opening_lines(config, place):
             announce(line)
-        said = say_early_mistakes(config, announce)  # the preflight says the others, but loads libraries for seconds
+        say_early_mistakes(config, announce)  # the preflight says all, but loads libraries for seconds
         restarts = Restarts(config, announce)
-        return restarts.run(lambda config: _train(config, announce, said, restarts))
+        return restarts.run(lambda config: _train(config, announce, restarts, before_steps))
 
 
 def _train(
-    config: RunConfig, announce: Callable[[str], None], said: Sequence[VerlError], restarts: Restarts
+    config: RunConfig,
+    announce: Callable[[str], None],
+    restarts: Restarts,
+    before_steps: "Callable[[TrainingRun], object]",
 ) -> dict[str, float]:
     """Train to the last step, or until a rank is lost."""
     ended_by: BaseException | None = None  # an error while the run closes does not take its place
@@ -67,12 +87,13 @@ def _train(
             progress.stage("loading libraries")
             from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
 
-            run = build_run(config, progress, said)
+            run = build_run(config, progress)
             run.on_begin = restarts.began
             if restarts.count:
                 run.tracking.gauge("verl_restarts_total", restarts.count)
             for line in run.header_lines():
                 announce(line)
+            before_steps(run)
             stack.enter_context(run.tracking)
 
             def say_end() -> None:
@@ -103,4 +124,4 @@ def _train(
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -1,4 +1,4 @@
-"""What a fine-tuning program trains: the likelihood of conversations, or the preference between two answers."""
+"""Objectives of fine-tuning: the likelihood of conversations, or the preference between two answers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Objective(Protocol):
 
 
 def objective_of(config: SFTConfig) -> Objective:
-    """What the program of `config` trains; RegistryError for an unknown loss."""
+    """The objective of the program of `config`; RegistryError for an unknown loss."""
     return Pairs(config) if isinstance(config, PreferenceConfig) else Likelihood(config)
 
 

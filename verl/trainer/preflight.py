@@ -1,9 +1,9 @@
-"""What is checked before a run starts: all reasons against it at once, and the checks that every kind of run shares."""
+"""Checks before a run starts: all reasons against it at once, and the checks that every kind of run shares."""
 
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,16 +12,16 @@ from verl.config import HFModelConfig
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import EngineConfig
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
-from verl.data.data_files import data_paths
-from verl.models.folder_checks import check_model_for_run
+from verl.data.file_places import data_paths
+from verl.models.folder_checks import check_model_for_run, check_readable_weights
 from verl.models.load import build_config, dtype_of, load_tokenizer, model_folder
 from verl.models.parameter_counts import stored_parameters
 from verl.observe.tracker_checks import check_trackers
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
-from verl.runtime.rank import num_cores
 from verl.runtime.ray_cluster import asked_for_by_environment, local_head
 from verl.trainer.early_checks import WHAT
+from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 
 T = TypeVar("T")
@@ -32,11 +32,10 @@ ON_THIS_MACHINE = "on this machine"
 
 @dataclass
 class Findings:
-    """What was found about a run, good and bad, in the order of the checks."""
+    """Findings about a run, good and bad, in the order of the checks."""
 
     rows: list[Finding] = field(default_factory=list)
     mistakes: Mistakes = field(default_factory=Mistakes)
-    said: Sequence[VerlError] = ()  # mistakes that the user has read already
 
     @property
     def errors(self) -> list[VerlError]:
@@ -86,7 +85,7 @@ class Findings:
         for row in self.rows:
             if row.status is Status.WARN:
                 say(row.detail)
-        self.mistakes.raise_if_any(WHAT, self.said)
+        self.mistakes.raise_if_any(WHAT)
 
 
 def find_device(device: str, found: Findings) -> PlatformBase | None:
@@ -139,12 +138,8 @@ def find_files(key: str, files: str | list[str], found: Findings) -> bool:
 def check_weights_are_there(model: HFModelConfig) -> Path:
     """The folder of the model; ConfigError where it lacks its configuration or its weights."""
     folder = model_folder(model.path)
-    if not model.override_config.get("init_random") and not any(folder.glob("*.safetensors")):
-        listing = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
-        raise ConfigError(
-            f"{folder} holds no *.safetensors, only {listing}; complete the download, convert the weights to "
-            "safetensors, or set +model.override_config.init_random=true to start from random ones"
-        )
+    if not model.override_config.get("init_random"):
+        check_readable_weights(folder)
     return folder
 
 
@@ -183,6 +178,20 @@ class TrainedModel:
         copies = ("model" in contents) + 2 * ("optimizer" in contents) + ("hf_model" in contents)
         size = dtype_of(self.engine.parameter_dtype.removeprefix("torch."), "model_dtype").itemsize
         return copies * size * stored_parameters(model_folder(self.model.path)).all
+
+
+def warn_of_narrow_parameters(trained: list[TrainedModel], found: Findings) -> None:
+    """A doubt where parameters are trained in fewer bits than small updates need; adapters are in float32."""
+    for one in trained:
+        name = one.engine.parameter_dtype
+        adapts = one.model.lora_rank or one.model.lora_adapter_path
+        if not adapts and dtype_of(name.removeprefix("torch."), "model_dtype").itemsize < 4:
+            found.warn(
+                "model_dtype",
+                f"model_dtype={name} trains parameters in {name}: an update below about 1/256 of a parameter, as most "
+                "are at lr 1e-6, is rounded away (the metric updates_lost says how many); model_dtype=fp32 with "
+                "dtype=bf16 computes in bfloat16 and keeps every update; `verl plan` counts the memory",
+            )
 
 
 def check_disk_room(folder: str, trained: list[TrainedModel], keep: int | None, found: Findings) -> None:

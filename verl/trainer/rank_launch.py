@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,12 @@ from verl.config import SFTConfig
 from verl.plugin.platform import choose_platform
 from verl.runtime import ray_cluster
 from verl.runtime.processes import loopback_interface
-from verl.runtime.rank import RankInfo, num_cores
+from verl.runtime.rank import RankInfo
 from verl.trainer.lost_ranks import REPORTS, report_lost_rank
 from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
+from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError
+from verl.utils.process_end import say_error
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -87,7 +88,7 @@ def run_torchrun(count: int, module: str, arguments: Sequence[str], root: Path) 
             if code := next((code for code in codes.values() if code in INTERRUPTED), 0):
                 return code
             if line := report_lost_rank(codes, Path(folder), root):
-                print(f"error: {line}", file=sys.stderr)
+                say_error(f"error: {line}")
             return 1
         except SignalException as error:  # the ranks received it too, and have saved
             return 128 + error.sigval

@@ -93,7 +93,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 
 def restart_line(config: RunConfig, is_inline: bool) -> list[str]:
-    """What becomes of a lost rank, for a run's header; nothing where the only rank is this process."""
+    """The header's line about lost ranks; nothing where the only rank is this process."""
     settings = config.trainer
     if is_inline:
         return []

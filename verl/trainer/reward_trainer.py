@@ -15,10 +15,10 @@ usage: verl reward-model [--config-name NAME] [--config-dir DIR] key=value ...
   verl reward-model model.path=DIR data.train_files=pairs.jsonl
   torchrun --standalone --nproc-per-node=8 -m verl.trainer.reward_trainer key=value ...   (that many ranks)
 
-Rows have the columns prompt, chosen and rejected, and perhaps margin (docs/preferences.md). Keys are those of
+Rows have the columns prompt, chosen and rejected, and perhaps margin (docs/train/preferences.md). Keys are those of
 `verl sft`, and loss.*. The saved folder loads as AutoModelForSequenceClassification.
-  verl config explain loss.name                               what a key means
-  verl config print --config-name reward_trainer key=value    the whole resolved configuration
+  verl config explain reward-model loss.name                               what a key means
+  verl config print reward-model key=value    the whole resolved configuration
 """
 
 
@@ -28,4 +28,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from verl.config import RunConfig, SFTConfig
 from verl.config.run_name import C, has_dated_name, has_own_folder, with_trainer_values
+from verl.config.special_files import refuse_special
 from verl.observe.events import EVENTS_FILE
 from verl.observe.run_changes import change_lines, find_changes, results_change
 from verl.observe.run_record import RUN_FILE, VALIDATION_SAMPLES, RunRecord, read_record
-from verl.observe.trackers import parse_metrics
-from verl.observe.tracking import metrics_path
+from verl.observe.trackers import metrics_path, parse_metrics
 from verl.trainer.run_files import LATEST_STEP_FILE, LEDGER, complete_steps
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.folder_lock import FolderInUseError, one_run_in
@@ -38,12 +38,13 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the places of a run hold already; 0 stands for no step."""
+    """The steps that the places of a run hold already; 0 stands for no step."""
 
     record: RunRecord | None
     checkpoint: int
     logged: int
     in_ledger: bool
+    damage: str = ""  # why there is no record, where there is a file
 
     @property
     def has_steps(self) -> bool:
@@ -99,7 +100,8 @@ def named_for_ranks(config: C) -> tuple[C, RunPlace]:
 def find_earlier_run(config: AnyConfig) -> RunRecord | None:
     """The newest run beside this one that has the same configuration and a checkpoint."""
     root = Path(config.trainer.default_local_dir).parent
-    files = sorted(root.glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    there = (file for file in root.glob(f"*/{RUN_FILE}") if file.is_file())
+    files = sorted(there, key=lambda path: path.stat().st_mtime, reverse=True)
     for file in files[:_NUM_LOOKED_AT]:
         record = _record_in(file.parent)
         if record is None or record.config.get("trainer", {}).get("experiment_name") != file.parent.name:
@@ -110,11 +112,12 @@ def find_earlier_run(config: AnyConfig) -> RunRecord | None:
 
 
 def holdings_of(config: AnyConfig) -> Holdings:
-    """What the folder and the metrics file of a run hold."""
+    """Reads what the folder and the metrics file of a run hold."""
     root, metrics = Path(config.trainer.default_local_dir), metrics_of(config)
     logged = [record["step"] for record in parse_metrics(metrics).records] if metrics and metrics.is_file() else []
     in_ledger = any((root / LEDGER).glob("step_*.parquet"))
-    return Holdings(_record_in(root), max(complete_steps(root), default=0), max(logged, default=0), in_ledger)
+    record, damage = _record_and_damage(root)
+    return Holdings(record, max(complete_steps(root), default=0), max(logged, default=0), in_ledger, damage)
 
 
 def metrics_of(config: AnyConfig) -> Path | None:
@@ -124,10 +127,15 @@ def metrics_of(config: AnyConfig) -> Path | None:
 
 
 def _record_in(folder: Path) -> RunRecord | None:
+    return _record_and_damage(folder)[0]
+
+
+def _record_and_damage(folder: Path) -> tuple[RunRecord | None, str]:
+    """Without a record that can be read the steps decide, as for runs of versions without this file."""
     try:
-        return read_record(folder) if (folder / RUN_FILE).is_file() else None
-    except DataError:  # unreadable: the steps decide, as for runs of versions without this file
-        return None
+        return read_record(folder) if (folder / RUN_FILE).exists() else None, ""
+    except DataError as error:
+        return None, str(error)
 
 
 def _candidates(config: C) -> Iterator[C]:
@@ -166,6 +174,9 @@ def _lock_first_fit(config: C, stack: ExitStack) -> tuple[C, Holdings]:
         is_new, lock = candidate is not config, ExitStack()
         if is_new and _is_taken(candidate):
             continue
+        for place in (root := Path(candidate.trainer.default_local_dir), root / LEDGER, metrics_of(candidate)):
+            if place is not None:
+                refuse_special(place, "records of the run")
         try:
             lock.enter_context(one_run_in(candidate.trainer.default_local_dir, "trainer.default_local_dir"))
         except FolderInUseError:
@@ -200,7 +211,7 @@ class Conflict(NamedTuple):
 
 
 def find_conflict(config: AnyConfig, held: Holdings) -> Conflict | None:
-    """What keeps the run from writing to its places, given what they hold; None where nothing does."""
+    """The reason why the run may not write to its places, given what they hold; None where it may."""
     settings, metrics = config.trainer, metrics_of(config)
     validates_only = settings.get("val_only", False)
     root, steps = Path(settings.default_local_dir), f"steps up to {max(held.checkpoint, held.logged) or 'unknown'}"
@@ -250,7 +261,7 @@ def _chosen_values(config: AnyConfig, taken: AnyConfig) -> dict[str, Any]:
 
 
 def _set_aside_and_describe(config: AnyConfig, held: Holdings, place: RunPlace) -> RunPlace:
-    """What the header says; the records of a run that must start over are set aside first."""
+    """Sets aside the records of a run that must start over; returns the header's line."""
     if not held.has_steps:
         _set_aside([Path(config.trainer.default_local_dir) / EVENTS_FILE])  # of a process that ended in its first step
         return place
@@ -259,7 +270,8 @@ def _set_aside_and_describe(config: AnyConfig, held: Holdings, place: RunPlace) 
     changes = find_changes(held.record.config, config) if held.record else []
     lines = change_lines(change for change in changes if change.key not in _SILENT)
     if held.record is None:
-        lines = [f"an earlier version saved it without {RUN_FILE}: its configuration is not compared"]
+        damage = held.damage or f"an earlier version saved it without {RUN_FILE}"
+        lines = [f"{damage}: its configuration is not compared"]
     if start := _start(config):
         return RunPlace(f"continues from {start}", tuple(lines))
     if held.checkpoint:

@@ -14,6 +14,8 @@ from verl.config.run_name import same_command, values_given
 from verl.models.parameter_counts import stored_parameters
 from verl.trainer.run_files import LEDGER, complete_steps, step_folder
 from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
+from verl.trainer.unusual_values import unusual_value_lines
+from verl.utils.cores import machine_lines
 
 _ANSWER_KEYS = (  # those that a run and `verl generate` read alike, and on which answers depend
     *(
@@ -22,9 +24,11 @@ _ANSWER_KEYS = (  # those that a run and `verl generate` read alike, and on whic
     ),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("agent", "multi_turn", "server", "engine_kwargs", "custom")),
     *(f"actor_rollout_ref.model.{name}" for name in ("external_lib", "tokenizer_path", "custom_chat_template")),
-    *(f"data.{name}" for name in ("prompt_key", "truncation", "filter_overlong_prompts", "custom_cls", "tokenizer")),
+    *(f"data.{name}" for name in ("prompt_key", "answer_key", "system_prompt", "data_source", "reward_fn_key")),
+    *(f"data.{name}" for name in ("truncation", "filter_overlong_prompts", "custom_cls", "tokenizer")),
     *("data.apply_chat_template_kwargs", "trainer.device"),
 )
+_SCORING_KEYS = ("reward", "data.prompt_key", "data.answer_key", "data.data_source")  # likewise, `verl eval`
 
 
 def say(line: str) -> None:
@@ -33,7 +37,7 @@ def say(line: str) -> None:
 
 
 def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
-    """What is known before anything is loaded: the run and what became of its name, model, where things go."""
+    """Lines that are known before anything is loaded: the run and its name, its model, where things go."""
     settings = config.trainer
     unsaved = "" if will_save(config) else "; saves nothing (trainer.save_freq), the trained model is lost at the end"
     first = f"run {settings.project_name}/{settings.experiment_name}: {place.state}{unsaved}"
@@ -54,11 +58,13 @@ def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
             for name in ("rollout_data_dir", "validation_data_dir")
             if (folder := settings.get(name))
         ),
+        *unusual_value_lines(config),
+        *machine_lines(),
     ]
 
 
 def task_name(config: AnyConfig) -> str:
-    """What the run does, in the field's words."""
+    """The task of the run, in the field's words."""
     if isinstance(config, SFTConfig):
         loss = f" ({config.loss.name})" if isinstance(config, PreferenceConfig) else ""
         return f"{config.task}{loss}"
@@ -143,7 +149,7 @@ def format_count(count: int) -> str:
 
 
 def closing_lines(config: AnyConfig, summary: Sequence[str], complete: bool) -> list[str]:
-    """What was reached, where everything lies, and the commands that use it."""
+    """Lines about what was reached, where everything lies, and the commands that use it."""
     if not summary:
         return []
     root = Path(config.trainer.default_local_dir)
@@ -189,10 +195,11 @@ def _evaluate_commands(config: AnyConfig, model: Path) -> list[str]:
         names = ("temperature", "top_p", "top_k", "n")
         values.update({f"actor_rollout_ref.rollout.{name}": getattr(validation, name) for name in names})
     values.update(values_given(config, _ANSWER_KEYS))
-    scoring = {"data.path": "answers.parquet", **values_given(config, ("reward",))}
+    answers = "answers.jsonl"  # which holds whatever a row holds; parquet has no empty objects and no mixed types
+    scoring = {"data.path": answers, **values_given(config, _SCORING_KEYS)}
     if data.reward_fn_key != "data_source":
         scoring["data.data_source_key"] = data.reward_fn_key
-    generate = f"verl generate {_words(values)} data.output_path=answers.parquet"
+    generate = f"verl generate {_words(values)} data.output_path={answers}"
     return [generate] if config.reward.reward_model.enable else [generate, f"verl eval {_words(scoring)}"]
 
 

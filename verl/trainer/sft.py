@@ -5,7 +5,7 @@ saves.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import SFTConfig
-from verl.config.load import pop_unread_keys
+from verl.config.load import pop_unread_keys, unread_keys
 from verl.config.run_name import same_command
 from verl.data.balance import assign_shards
 from verl.data.batch import Batch
@@ -22,6 +22,7 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.fastest import keep_choices_in
+from verl.models.load import describe_ends
 from verl.observe.exporter import NAME, Exporter
 from verl.observe.profiling.nsys import check_nsys
 from verl.observe.profiling.rank_profiler import RankProfiler
@@ -44,7 +45,7 @@ from verl.trainer.preflight import Findings
 from verl.trainer.resume import find_resume
 from verl.trainer.run_folder import metrics_of
 from verl.trainer.sft_preparation import prepare_sft
-from verl.utils.errors import DataError, VerlError
+from verl.utils.errors import DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.rng import seed_generators
 from verl.workers.engine_worker import EngineWorker
@@ -66,6 +67,7 @@ class SFTTrainer:
         self.tracking, self.note, self.collectives = tracking, note, collectives or Collectives()
         self.objective = objective_of(config)
         self.worker: EngineWorker
+        self.answer_ends = ""  # for header_lines
         self.global_step = self.first_step = self.trained_tokens = 0
         self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
         self.root = Path(config.trainer.default_local_dir)
@@ -105,6 +107,7 @@ class SFTTrainer:
         Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
         """
         self.resume()
+        self.report_unread([key for key in unread_keys(self.config) if not is_read_by_steps(key)])
         if self.collectives.is_rank_zero:
             write_run_record(self.root, self.config, self.total_steps)
         metrics: dict[str, float] = {}
@@ -145,17 +148,23 @@ class SFTTrainer:
         progress.step(self.global_step, metrics)
         self.summary.add(self.global_step, metrics)
         if self.global_step == self.first_step:
-            for key in pop_unread_keys(self.config):
-                self.note(f"warning: {key} was set, but nothing reads it in this run")
+            self.report_unread([key for key in pop_unread_keys(self.config) if key not in self.told_unread])
         return metrics
 
+    def report_unread(self, keys: list[str]) -> None:
+        """Name the keys that were set but that nothing reads."""
+        self.told_unread = keys
+        for key in keys:
+            self.note(f"warning: {key} was set, but nothing reads it in this run")
+
     def header_lines(self) -> list[str]:
-        """What is known once everything is loaded: devices, rows, steps."""
+        """Lines that are known once everything is loaded: devices, rows, steps."""
         ranks = self.collectives.world_size
         held_out = f"{len(self.validation_set):,} held out" if self.validation_set else "no validation"
         return [
             f"device       {get_platform().device_name}, {ranks} rank{'s' if ranks > 1 else ''}",
             f"rows         {len(self.train_set):,} {self.objective.row_name}, {held_out}",
+            *([f"answers end  {self.answer_ends}"] if self.objective.model_type == "language_model" else []),
             f"steps        {self.total_steps:,} of {self.config.data.train_batch_size} {self.objective.row_name}",
         ]
 
@@ -281,6 +290,11 @@ class SFTTrainer:
             self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
 
 
+def is_read_by_steps(key: str) -> bool:
+    """Whether only a step, or code of the user's in it, may read `key`."""
+    return key.startswith("loss.") or key.endswith(("_offload", "optim.clip_grad", "trainer.balance_batch"))
+
+
 def batches(rows: Conversations, size: int) -> Iterator[Batch]:
     """All rows in order, `size` at a time."""
     for start in range(0, len(rows), size):
@@ -293,13 +307,12 @@ def build_sft(
     note: Callable[[str], None] = print,
     collectives: Collectives | None = None,
     progress: Progress | None = None,
-    said: Sequence[VerlError] = (),
 ) -> SFTTrainer:
-    """The trainer with its model, rows and trackers; only rank 0 prints notes. A refusal leaves out what was `said`."""
+    """The trainer with its model, rows and trackers; only rank 0 prints notes."""
     collectives, progress = collectives or Collectives(), progress or Progress.silent()
     if not collectives.is_rank_zero:
         note = ignore_note
-    settings, found = config.trainer, Findings(said=said)
+    settings, found = config.trainer, Findings()
     say = lambda line: note(f"warning: {line}")  # noqa: E731
     seed_generators(settings.seed)
     progress.stage("reading and filtering rows")
@@ -319,7 +332,7 @@ def build_sft(
         note(f"metrics for Prometheus: {exporter.url}")
     trainer = SFTTrainer(config, train, held_out, tracking, note, collectives)
     progress.stage("loading the model")
-    trainer.progress = progress
+    trainer.progress, trainer.answer_ends = progress, describe_ends(config.model, prepared.tokenizer)
     trainer.worker = trainer.objective.load(prepared.tokenizer, trainer.total_steps)
     return trainer
 

@@ -17,6 +17,7 @@ from verl.trainer.preflight import (
     find_device,
     find_files,
     find_tokenizer,
+    warn_of_narrow_parameters,
 )
 from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
@@ -50,6 +51,7 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
         find_files("data.val_files", config.data.val_files, found)
     tokenizer = find_tokenizer("model.path", config.model, length, "data.max_length", found)
     trained = [TrainedModel(config.model, config.training_engine, config.checkpoint)]
+    warn_of_narrow_parameters(trained, found)
     check_disk_room(settings.default_local_dir, trained, settings.max_ckpt_to_keep, found)
     return tokenizer
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from verl.trainer.run_folder import claimed_run, named_for_ranks
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
 from verl.utils.errors import Interrupted, VerlError
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
 
 if TYPE_CHECKING:
     from verl.runtime.collectives import Collectives
@@ -36,8 +35,8 @@ usage: python3 -m verl.trainer.sft_trainer [--config-name NAME] [--config-dir DI
   python3 -m verl.trainer.sft_trainer_ray key=value ...   (the same, as actors of Ray)
 
 Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key adds, ~key resets to the default.
-  verl config explain KEY      what a key means and what it does here
-  verl config print key=value  the whole resolved configuration, with the origin of each value
+  verl config explain sft KEY      what a key means and what it does here
+  verl config print sft key=value  the whole resolved configuration, with the origin of each value
 """
 
 
@@ -53,7 +52,7 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
         config = load_config(arguments, config_name=preset, root=config_class)
         if "WORLD_SIZE" not in os.environ:
             say(f"verl {__version__}: {config.task} of {config.model.path}")
-        said = say_early_mistakes(config, say) if os.environ.get("RANK", "0") == "0" else []
+        is_wrong = os.environ.get("RANK", "0") == "0" and say_early_mistakes(config, say)
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_if_rank_lost
@@ -64,7 +63,7 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
     is_one_of_many = False
     try:
         with BeforeFirstStep():
-            count = check_and_count_ranks(config, said)
+            count = check_and_count_ranks(config, is_wrong)
             if "WORLD_SIZE" not in os.environ:
                 report_local_head(config.trainer, say)
             if count:
@@ -76,13 +75,13 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
                 return run_torchrun(count, config.module, words, Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
-            run_sft(config, said=said)
+            run_sft(config)
     except Interrupted as stop:
         if not is_one_of_many:
             raise
         end_if_rank_lost(stop, RankInfo.from_environment().rank, Path(config.trainer.default_local_dir))
         if os.environ["RANK"] == "0":
-            print(f"error: {stop}", file=sys.stderr)
+            say_error(f"error: {stop}")
         end_rank(stop.exit_code)
     except VerlError:
         if os.environ.get("RANK", "0") != "0":
@@ -97,20 +96,20 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
     return 0
 
 
-def check_and_count_ranks(config: SFTConfig, said: Sequence[VerlError] = ()) -> int:
+def check_and_count_ranks(config: SFTConfig, is_wrong: bool = False) -> int:
     """How many ranks must be started, 0 for none; before they are, ConfigError with all that keeps them from work.
 
-    It leaves out what was `said` before.
+    All that a rank would find is looked for if something `is_wrong` already.
     """
     from verl.trainer.preflight import Findings
     from verl.trainer.rank_launch import num_ranks_to_start
 
-    found = Findings(said=said)
+    found = Findings()
     count = found.run("ranks", lambda: num_ranks_to_start(config))
-    if count != 0 or said:
+    if count != 0 or is_wrong:
         from verl.trainer.sft_preparation import check_sft, prepare_sft
 
-        (prepare_sft if said else check_sft)(config, found)
+        (prepare_sft if is_wrong else check_sft)(config, found)
         found.refuse(lambda line: None)  # the first rank says the doubts
     return count or 0
 
@@ -118,7 +117,6 @@ def check_and_count_ranks(config: SFTConfig, said: Sequence[VerlError] = ()) -> 
 def run_sft(
     config: SFTConfig,
     announce: Callable[[str], None] = say,
-    said: Sequence[VerlError] = (),
     before_steps: "Callable[[SFTTrainer], None]" = lambda trainer: None,
 ) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step. `announce` gets the lines of header and summary."""
@@ -136,7 +134,7 @@ def run_sft(
             from verl.trainer.sft import build_sft
 
             config = with_trainer_values(config, collectives.all_gather(values)[0])
-            trainer = build_sft(config, collectives=collectives, progress=progress, said=said)
+            trainer = build_sft(config, collectives=collectives, progress=progress)
             stack.enter_context(trainer.tracking)  # which closes unwatched
             if is_first:
                 for line in trainer.header_lines():
@@ -171,4 +169,4 @@ def _joined(config: SFTConfig) -> Iterator["Collectives"]:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

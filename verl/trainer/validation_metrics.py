@@ -1,22 +1,21 @@
 """Validation metrics over repeated answers: mean@N, std@N, best@n, worst@n and maj@n, by data source.
 
 N answers to one prompt give, for each variable, their mean and standard deviation, and for n = 2, 4, ... up to N the
-best, the worst and the majority-vote (by `pred`) value of n answers. The latter are bootstrap estimates: the mean and
-standard deviation over 1000 draws of n answers with replacement, seed 42. Each metric is then averaged over the prompts
-of its data source.
+best, the worst and the majority-vote (by `pred`) value of n answers. These are exact: the mean and standard deviation
+over all subsets of n of the N answers. n = N has one subset: best@N is the maximum, and no deviation is given. Each
+metric is then averaged over the prompts of its data source.
 
-Shapes: P prompts with N answers each, B draws, n answers per draw.
+Shapes: P prompts with N answers each; K = 0 ... N answers chosen.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import comb
 from typing import Any
 
 import numpy as np
 
-NUM_DRAWS = 1000
-SEED = 42
-_PROMPTS_AT_ONCE = 512
+_MAX_VOTERS = 256  # of more answers only all vote: the exact vote of subsets takes seconds a prompt
 
 
 def process_validation_metrics(
@@ -95,12 +94,18 @@ def _prompt_metrics(values_PN: np.ndarray, voters: list[list[Any]] | None) -> di
     if num_answers == 1:
         return out
     out[f"std@{num_answers}"] = values_PN.std(axis=1)
+    ranked_PN, spread_P = np.sort(values_PN, axis=1), np.ptp(values_PN, axis=1)
+    alike = [""] * num_answers  # who is elected matters only where values differ
+    votes_P = [_vote_chances(preds if spread else alike) for preds, spread in zip(voters or (), spread_P, strict=False)]
     for size in subset_sizes(num_answers):
-        for name, (mean, std) in _best_and_worst(values_PN, size).items():
-            out[f"{name}@{size}/mean"], out[f"{name}@{size}/std"] = mean, std
-        if voters is not None:
-            mean, std = _majority(values_PN, voters, size)
-            out[f"maj@{size}/mean"], out[f"maj@{size}/std"] = mean, std
+        chances_N = np.array([comb(below, size - 1) / comb(num_answers, size) for below in range(num_answers)])
+        kinds = {"best": (ranked_PN, chances_N), "worst": (ranked_PN[:, ::-1], chances_N)}
+        if votes_P and size in votes_P[0]:
+            kinds["maj"] = (values_PN, np.array([chances[size] for chances in votes_P]))
+        for kind, (given_PN, chances) in kinds.items():
+            mean_P = out[f"{kind}@{size}/mean"] = (given_PN * chances).sum(axis=1)
+            if size < num_answers:
+                out[f"{kind}@{size}/std"] = np.sqrt(((given_PN - mean_P[:, None]) ** 2 * chances).sum(axis=1))
     return out
 
 
@@ -111,50 +116,36 @@ def subset_sizes(num_answers: int) -> list[int]:
 
 
 @cache
-def _draws(num_answers: int, size: int) -> np.ndarray:
-    """(B, n) answers drawn with replacement. The legacy generator's stream is frozen, so figures stay comparable."""
-    return np.random.RandomState(SEED).randint(0, num_answers, size=(NUM_DRAWS, size))
+def _binomials(num_answers: int) -> np.ndarray:
+    """(N + 1, N + 1): entry (a, b) is the number of ways to choose b of a answers."""
+    return np.array([[float(comb(a, b)) for b in range(num_answers + 1)] for a in range(num_answers + 1)])
 
 
-def _best_and_worst(values_PN: np.ndarray, size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """best and worst of n: mean and standard deviation over the draws, (P,) each."""
-    draws_nB = _draws(values_PN.shape[1], size).T
-    means, stds = np.empty((2, len(values_PN))), np.empty((2, len(values_PN)))
-    for start in range(0, len(values_PN), _PROMPTS_AT_ONCE):
-        block = slice(start, start + _PROMPTS_AT_ONCE)
-        values_NP = np.ascontiguousarray(values_PN[block].T)  # rows are gathered below
-        best_BP = values_NP[draws_nB[0]]
-        worst_BP = best_BP.copy()
-        for answers_B in draws_nB[1:]:
-            drawn_BP = values_NP[answers_B]
-            np.maximum(best_BP, drawn_BP, out=best_BP)
-            np.minimum(worst_BP, drawn_BP, out=worst_BP)
-        for kind, drawn_BP in enumerate((best_BP, worst_BP)):
-            means[kind, block], stds[kind, block] = drawn_BP.mean(axis=0), drawn_BP.std(axis=0)
-    return {"best": (means[0], stds[0]), "worst": (means[1], stds[1])}
+def _vote_chances(preds: Sequence[Any]) -> dict[int, np.ndarray]:
+    """Subset size -> (N,) chance of each answer to be elected: the first that gives the most frequent pred.
 
-
-def _majority(values_PN: np.ndarray, voters: list[list[Any]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Majority value of n drawn answers: that of the first with the most frequent pred (ties: drawn first)."""
-    multiplicity_BN, order_BN = _draw_counts_and_order(values_PN.shape[1], size)
-    means, stds = values_PN[:, 0].copy(), np.zeros(len(values_PN))
-    for prompt in np.flatnonzero((values_PN != values_PN[:, :1]).any(axis=1)):  # elsewhere all values are equal
-        texts_N = np.array([str(pred) for pred in voters[prompt]])
-        same_NN = (texts_N[:, None] == texts_N[None, :]).astype(np.float32)
-        elected_B = (multiplicity_BN @ (same_NN * (size + 1)) + order_BN).argmax(axis=1)
-        elected_values_B = values_PN[prompt, elected_B]
-        means[prompt], stds[prompt] = elected_values_B.mean(), elected_values_B.std()
-    return means, stds
-
-
-@cache
-def _draw_counts_and_order(num_answers: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each draw contains each answer, and minus its first position (-inf: not drawn), (B, N) each."""
-    draws_Bn = _draws(num_answers, size)
-    multiplicity = np.zeros((NUM_DRAWS, num_answers), dtype=np.float32)
-    order = np.full((NUM_DRAWS, num_answers), -np.inf, dtype=np.float32)
-    rows = np.arange(NUM_DRAWS)
-    for place in reversed(range(size)):
-        multiplicity[rows, draws_Bn[:, place]] += 1
-        order[rows, draws_Bn[:, place]] = -place
-    return multiplicity, order
+    Of equally frequent preds the one that comes first wins. So an answer wins with v votes where v - 1 answers behind
+    it have its pred, and every other pred has fewer than v, or v that are all behind it.
+    """
+    _, first_C, labels_N = np.unique([str(pred) for pred in preds], return_index=True, return_inverse=True)
+    given_CN = labels_N == np.arange(len(first_C))[:, None]  # C different preds
+    sizes_C, num_answers = given_CN.sum(axis=1), len(preds)
+    elected = first_C[sizes_C == sizes_C.max()].min()
+    out = {num_answers: np.eye(1, num_answers, elected)[0]}
+    sizes = subset_sizes(num_answers)[:-1]
+    if not sizes or num_answers > _MAX_VOTERS:
+        return out
+    ways, behind_CN = _binomials(num_answers), given_CN[:, ::-1].cumsum(axis=1)[:, ::-1] - given_CN
+    wins_NK = np.zeros((num_answers, sizes[-1] + 1))
+    for votes in range(1, min(sizes_C.max(), sizes[-1]) + 1):
+        others_NK = np.tile(ways[sizes_C[sizes_C < votes].sum(), : sizes[-1] + 1], (num_answers, 1))
+        rivals = np.flatnonzero(sizes_C >= votes)
+        for rival in rivals if len(rivals) > 1 else ():
+            joined_NK = others_NK.copy()
+            for count in range(1, votes + 1):
+                ways_N = ways[behind_CN[rival] if count == votes else sizes_C[rival], count] * ~given_CN[rival]
+                joined_NK[:, count:] += ways_N[:, None] * others_NK[:, :-count]
+            others_NK = joined_NK
+        own_N = ways[behind_CN[labels_N, np.arange(num_answers)], votes - 1]
+        wins_NK[:, votes:] += own_N[:, None] * others_NK[:, :-votes]
+    return {size: wins_NK[:, size] / ways[-1, size] for size in sizes} | out

@@ -7,7 +7,6 @@ class VerlError(Exception):
     """Root of every error this library raises on purpose; commands print it without a traceback."""
 
     exit_code = 2  # of the command
-    prefix = "error: "  # of the line that the command prints
 
 
 class ConfigError(VerlError):
@@ -68,18 +67,12 @@ MISTAKES = "mistakes in the configuration"
 
 
 class SeveralErrors(ConfigError):
-    """Several independent errors, numbered in one message, or those after `said` others that were said before."""
+    """Several independent errors, numbered in one message."""
 
-    def __init__(self, what: str, errors: Sequence[VerlError], said: int = 0):
-        lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(errors, start=said + 1))
-        super().__init__(f"besides what is said above:{lines}" if said else f"{len(errors)} {what}:{lines}")
+    def __init__(self, what: str, errors: Sequence[VerlError]):
+        lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(errors, start=1))
+        super().__init__(f"{len(errors)} {what}:{lines}")
         self.errors = errors
-
-
-class NothingElse(ConfigError):
-    """All that is wrong was said before."""
-
-    prefix = ""
 
 
 class Mistakes:
@@ -103,18 +96,9 @@ class Mistakes:
             if str(one) not in map(str, self.errors):
                 self.errors.append(one)
 
-    def raise_if_any(self, what: str, said: Sequence[VerlError] = ()) -> None:
-        """Raise the error, or SeveralErrors ("3 {what}: ..."). Those `said` before are left out."""
-        known = {_problem(error) for error in said}
-        new = [error for error in self.errors if _problem(error) not in known]
-        if self.errors and not new:
-            raise NothingElse("nothing else is wrong; repair what is said above, and run the command again")
-        if len(new) == 1 and not said:
-            raise new[0]
-        if new:
-            raise SeveralErrors(what, new, len(said))
-
-
-def _problem(error: VerlError) -> str:
-    """What is wrong, without the advice, which may list what has become another since."""
-    return str(error).partition(";")[0]
+    def raise_if_any(self, what: str) -> None:
+        """Raise the error, or SeveralErrors ("3 {what}: ...")."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise SeveralErrors(what, self.errors)

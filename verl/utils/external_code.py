@@ -54,6 +54,8 @@ def user_file(path: str | None, key: str) -> Path | None:
     if path is None or path.startswith("pkg://"):
         return None
     file = expand_home(path.removeprefix("file://"), f"{key}.path").absolute()
+    if file.is_fifo():
+        raise ConfigError(f"{key}.path: {file} is a pipe or a device, which is never waited for; give a file")
     if not file.is_file():
         siblings = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
         hint = did_you_mean(file.name, siblings) if siblings else "give the path of a Python file, or pkg://module"
@@ -117,19 +119,20 @@ def _names_of_module(tree: ast.Module) -> set[str] | None:
 
 
 def import_external(names: str | Sequence[str] | None) -> None:
-    """Import the modules of `model.external_lib`, which may register classes."""
+    """Import the modules or files of `model.external_lib`, which may register classes."""
     for name in [names] if isinstance(names, str) else names or ():
         if "/" in name or name.endswith(".py"):
-            raise ConfigError(
-                f"model.external_lib={names}: {name} is a file, not a module; write {Path(name).stem}, with its folder "
-                f"in PYTHONPATH"
-            )
-        _import(name, f"model.external_lib={names}")
+            load_module(name, "model.external_lib")
+        else:
+            _import(name, f"model.external_lib={names}")
 
 
 def _import(name: str, setting: str) -> ModuleType:
     with _errors_explained(f"{setting}: importing {name} failed"):
         try:
+            found = None if name in sys.modules else importlib.util.find_spec(name)
+            if found and found.origin and (run_before := sys.modules.get(_name_of(Path(found.origin)))):
+                sys.modules[name] = run_before
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
@@ -140,11 +143,16 @@ def _import(name: str, setting: str) -> ModuleType:
     )
 
 
+def _name_of(file: Path) -> str:
+    """The name of the file's module. The path is part of it, so that files of the same name stay apart."""
+    return f"verl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+
+
 def _run_file_once(file: Path, path: str, key: str) -> ModuleType:
-    # The path is part of the name, so that files of the same name stay apart and one file is loaded once.
-    module_name = f"verl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
+    module_name = _name_of(file)
+    for name, module in list(sys.modules.items()):  # a name may stand for None
+        if name == module_name or (name != "__main__" and getattr(module, "__file__", None) == str(file)):
+            return module
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}.path={path!r}: {file} is not a Python file; its name must end in .py")

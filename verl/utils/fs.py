@@ -1,6 +1,8 @@
 """A local path of a file or folder that may be in HDFS, where published code imports it."""
 
 import hashlib
+import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,14 @@ def copy_to_local(
 ) -> str:
     """A local path with the content of `src`: `src` itself, or for an hdfs:// path its copy in `cache_dir`.
 
-    A copy that is there is used again, unless `always_recopy`. `filelock` and `use_shm` have no effect: a copy gets
-    its name when it is complete, and what maps a file into memory shares it with the other processes.
+    Without `cache_dir` it is in a folder of this user alone; PermissionError where that one is somebody else's. A copy
+    that is there is used again, unless `always_recopy`. `filelock` and `use_shm` have no effect: a copy gets its name
+    when it is complete, and what maps a file into memory shares it with the other processes.
     """
     del filelock, use_shm
     if not hadoop.is_hdfs(src):
         return src
-    folder = Path(cache_dir or tempfile.gettempdir()) / hashlib.sha256(src.encode()).hexdigest()[:16]
+    folder = (Path(cache_dir) if cache_dir else _folder_of_user()) / hashlib.sha256(src.encode()).hexdigest()[:16]
     target = folder / src.rstrip("/").rpartition("/")[2]
     if always_recopy or not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +45,16 @@ def copy_to_local(
         if verbose:
             print(f"copied {src} to {target}")
     return str(target)
+
+
+def _folder_of_user() -> Path:
+    folder, user = Path(tempfile.gettempdir()) / f"verl-{os.getuid()}", os.getuid()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()  # not stat: a link may point anywhere
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+        seen = f"{folder} is {stat.filemode(found.st_mode)} of user {found.st_uid}"
+        raise PermissionError(f"{seen}; it must be a folder, drwx------ of user {user}: remove it, or pass cache_dir")
+    return folder
 
 
 def local_mkdir_safe(path: str, **_: Any) -> str:

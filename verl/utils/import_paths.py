@@ -1,4 +1,4 @@
-"""What to use instead of import paths that published code names and that do not exist here.
+"""Replacements for import paths that published code names and that do not exist here.
 
 `import verl` puts a finder behind Python's own ones. It is asked only for modules of this package that nobody found,
 and raises an ImportError that names the replacement.
@@ -6,8 +6,10 @@ and raises an ImportError that names the replacement.
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from opcode import opmap
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -17,14 +19,15 @@ _MANAGER = (
     "a manager of your own derives from verl.experimental.reward_loop.reward_manager.RewardManagerBase and scores "
 )
 _MANAGER += "one answer in `async run_single(data)` (reward.reward_manager.source=importlib); or " + _REWARD
-_DATA_PROTO = "batches are packed (verl.data.batch.Batch) and rewards get plain arguments; " + _REWARD
+_DATA_PROTO = "batches are packed (verl.data.batch.Batch), and DataProto is the type of the one answer that a reward "
+_DATA_PROTO += "manager gets, to be read (docs/rewards/own_reward_manager.md); or " + _REWARD
 _WORKERS = "worker groups have two verbs, broadcast and scatter (verl.runtime.group.WorkerGroup), and the training "
 _WORKERS += "loop reaches models through verl.workers.actor.Actor"
 _SFT = "verl.trainer.sft_trainer trains conversations; data.messages_key and data.tools_key name their columns"
 _MEGATRON = "the Megatron-LM engine is still to come; use FSDP (actor.strategy=fsdp2)"
 _ASYNC = (
-    "trainer.v1.trainer_mode=separate_async of verl.trainer.main_ppo runs it (docs/asynchronous.md); a step takes what "
-    "verl.trainer.ppo.async_source.AsyncSource gives it, by the two rules of verl.trainer.ppo.admission"
+    "trainer.v1.trainer_mode=separate_async of verl.trainer.main_ppo runs it (docs/train/asynchronous.md); a step "
+    "takes what verl.trainer.ppo.async_source.AsyncSource gives it, by the two rules of verl.trainer.ppo.admission"
 )
 _TRAINER = (
     "there is one trainer for all modes, verl.trainer.ppo.trainer.PPOTrainer, and nothing to register: "
@@ -43,7 +46,6 @@ _LOOPS = (
 # A module or name and everything below it: what to use instead. The longest match counts.
 REPLACEMENTS = {
     "verl.protocol": _DATA_PROTO,
-    "verl.DataProto": _DATA_PROTO,
     "verl.base_config": "derive from verl.config.base.Section, or write a plain dataclass",
     "verl.experimental": "python3 -m verl.trainer.main_ppo runs training; verl.experimental.agent_loop has agent loops",
     "verl.experimental.agent_loop": _LOOPS,
@@ -53,13 +55,18 @@ REPLACEMENTS = {
     "verl.experimental.fully_async_policy.register_policy": _POLICY,
     "verl.experimental.one_step_off_policy": _ASYNC,
     "verl.experimental.reward_loop": _MANAGER,
-    "verl.interactions": "an agent loop of your own takes the user's turns: verl.experimental.agent_loop.AgentLoopBase",
+    "verl.interactions": "derive an interaction of your own from verl.interactions.base.BaseInteraction",
     "verl.models.mcore": _MEGATRON,
     "verl.models.transformers": "verl.models.registry.register_family adds a model family",
     "verl.single_controller": _WORKERS,
     "verl.third_party": "rollout engines are adapters in verl.workers.rollout (rollout.name=vllm, sglang, native)",
     "verl.trainer.distillation": "losses are in verl.algorithms.distillation; yours: verl.trainer.distillation.losses",
     "verl.trainer.fsdp_sft_trainer": _SFT,
+    "verl.trainer.main_ppo.TaskRunner": "run_ppo(verl.config.load_config(overrides)) trains; what a task runner does "
+    "has settings: data.custom_cls, reward.*, actor_rollout_ref.rollout.agent.*, model.external_lib",
+    "verl.trainer.main_ppo.create_rl_dataset": "write verl.utils.dataset.RLHFDataset(files, tokenizer, config.data), "
+    "or name a class of your own in data.custom_cls",
+    "verl.trainer.main_ppo.create_rl_sampler": "data.shuffle and data.seed decide the order of rows",
     "verl.trainer.main_ppo_v0": "python3 -m verl.trainer.main_ppo runs training",
     "verl.trainer.ppo.ray_trainer": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
     "verl.trainer.ppo.core_algos": "built-in losses are in verl.algorithms.losses, for packed batches; yours: "
@@ -103,7 +110,7 @@ REPLACEMENTS = {
 
 
 def replacement(name: str) -> str:
-    """What to use instead of the module or name `name`; '' when nothing is known."""
+    """The replacement of the module or name `name`; '' when none is known."""
     head = name
     while "." in head:
         if head in REPLACEMENTS:
@@ -112,8 +119,8 @@ def replacement(name: str) -> str:
     return ""
 
 
-def refuse_import(name: str) -> NoReturn:
-    """ImportError that says what to use instead of `name`, or which modules are near it."""
+def what_instead(name: str) -> str:
+    """A sentence that says what to use instead of `name`, or which modules are near it."""
     import pkgutil
 
     from verl.utils.suggest import closest
@@ -123,22 +130,39 @@ def refuse_import(name: str) -> NoReturn:
         parent = name.rpartition(".")[0]
         folders = getattr(sys.modules.get(parent), "__path__", [])
         near = closest(name, [f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders)])
-        advice = f"near it are {', '.join(near)}" if near else f"look into {parent}, and into docs/architecture.md"
-    raise ImportError(f"{name} does not exist here: {advice}", name=name)
+        advice = f"near it are {', '.join(near)}" if near else f"look into {parent}, and into docs/why/architecture.md"
+    return f"{name} does not exist here: {advice}"
+
+
+def refuse_import(name: str) -> NoReturn:
+    """ImportError that says what to use instead of `name`."""
+    raise ImportError(what_instead(name), name=name)
 
 
 def refuse_missing_names(module: str) -> Callable[[str], Any]:
-    """A module's `__getattr__`: ImportError with the replacement for names that published code imports from it."""
+    """A module's `__getattr__`: `from module import name` is an ImportError with the replacement, since Python would
+    drop the text of another error; hasattr and getattr get the AttributeError that they know."""
 
     def missing(name: str) -> Any:
-        from pkgutil import iter_modules
-
-        submodules = [found.name for found in iter_modules(vars(sys.modules[module]).get("__path__", []))]
-        if name.startswith("__") or name in submodules:  # Python goes on to import the submodule
+        if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        refuse_import(f"{module}.{name}")
+        asking = sys._getframe(1)
+        if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == opmap["IMPORT_FROM"]:
+            refuse_import(f"{module}.{name}")
+        raise AttributeError(what_instead(f"{module}.{name}"))
 
     return missing
+
+
+def names_from(module: str, **homes: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a light module: the names of `homes`, each from the module it gives, loaded on first use."""
+
+    def found(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
+
+    return found
 
 
 class MissingPathFinder(MetaPathFinder):
@@ -148,7 +172,8 @@ class MissingPathFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
-        if fullname.startswith("verl."):
+        only_asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # its find_spec: None is its "no"
+        if fullname.startswith("verl.") and not only_asked:
             refuse_import(fullname)
         return None
 

@@ -31,11 +31,7 @@ def fsync_dir(path: Path) -> None:
 
 def fsync_file(path: Path) -> None:
     """Flush a file that another library wrote to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_dir(path)
 
 
 def make_writable_folder(folder: Path | str, key: str) -> Path:

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
@@ -26,6 +27,7 @@ from typing import ClassVar, NoReturn
 OVER = b"\0"  # through the pipe: the end was said
 exit_now = os._exit  # for our own code: `os._exit` is replaced while a command runs
 
+HELD_S = 1.0  # how long an error waits for exit hooks and threads, which may hang
 CLOSING_S = 10.0  # for the files that user code left open; writing one may hang, on a pipe that nobody reads
 FLUSH_FAILED = 120  # the status that Python gives where stdout cannot be written
 
@@ -120,11 +122,38 @@ def set_resume_point(latest_step_file: Path, run_name: str) -> None:
                 os.write(end.pipe, end.resume_point)
 
 
-def end_process(status: int) -> NoReturn:
-    """End the process of a command that has said all, with `status`.
+last_words: list[str] = []  # errors that wait for the exit hooks
+holds_errors = False  # whether this process is that of a command, which says its error last
+
+
+def say_error(text: str) -> None:
+    """Print `text` on stderr, after what was printed before it; as the last words of a command that ends by it."""
+    last_words.append(text)
+    if not holds_errors:
+        say_last_words()
+        return
+    too_late = threading.Timer(HELD_S, say_last_words)
+    too_late.daemon = True
+    too_late.start()
+
+
+def say_last_words() -> None:
+    """Print the errors that wait, after what stdout still holds."""
+    with contextlib.suppress(ValueError, OSError):  # who reads stdout no more may still read stderr
+        sys.stdout.flush()
+    while last_words:
+        print(last_words.pop(0), file=sys.stderr, flush=True)
+
+
+def end_process(main: Callable[[], int]) -> NoReturn:
+    """Run `main` and end its process with the status that it returns; an error comes after what exit hooks print.
 
     Without the interpreter's teardown where torch is loaded, which it would free for seconds, object by object.
     """
+    global holds_errors
+    atexit.register(say_last_words)  # the first one registered runs last
+    holds_errors = "WORLD_SIZE" not in os.environ  # a rank may be killed as soon as another one fails
+    status = main()
     if "torch" in sys.modules and not sys.flags.interactive and not _is_run_by_code(sys._getframe(1)):
         end_without_freeing_objects(status)
     sys.exit(status)
@@ -141,6 +170,7 @@ def _is_run_by_code(frame: FrameType) -> bool:
 def end_without_freeing_objects(status: int) -> NoReturn:
     """End the process after all that an interpreter does for others: threads end, exit hooks run, files are closed."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit.unregister(say_last_words)
     atexit._run_exitfuncs()
     closing = threading.Thread(target=close_files_left_open, daemon=True)
     closing.start()
@@ -150,6 +180,7 @@ def end_without_freeing_objects(status: int) -> NoReturn:
             stream.flush()
         except (OSError, ValueError):
             status = status or FLUSH_FAILED
+    say_last_words()
     exit_now(status)
 
 
@@ -171,7 +202,7 @@ def _depth(file: io.IOBase) -> int:
 
 
 def how_to_resume(resume_point: bytes) -> str:
-    """What goes on from where, given what set_resume_point wrote; from no step where none was saved."""
+    """The line that says how to resume, given what set_resume_point wrote."""
     if not resume_point:
         return "the same command, under the name of the run, goes on from its last checkpoint if it has saved one"
     latest, name = json.loads(resume_point)

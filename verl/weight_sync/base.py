@@ -30,7 +30,7 @@ class Receipt:
         what = f"{len(self.unread)} of its parameters (first {self.unread[0]})" if self.num_read_back else "its weights"
         return (
             f"warning: after a publish the rollout engine does not show {what}; only the log-prob probe checks them, "
-            "at every rollout.checkpoint_engine.probe_every-th publish (docs/rollout/weight_sync.md)"
+            "at every rollout.checkpoint_engine.probe_every-th publish (docs/scale/weight_sync.md)"
         )
 
     def metrics(self) -> dict[str, float]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.advantages import get_advantage
 from verl.algorithms.losses import aggregation_mode, get_policy_loss, make_actor_loss, with_chosen_tokens
+from verl.algorithms.old_logprobs import update_gives_old_logprobs
 from verl.algorithms.rollout_correction import correct
 from verl.config import FSDPOptimizerConfig, RolloutCorrectionConfig, RunConfig
 from verl.config.actor import LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
@@ -29,15 +29,15 @@ class Actor:
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
         self.config, self.group = config, group
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, actor.use_prefix_grouper)
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
         ranks_per_sequence = actor.engine.ranks_per_sequence
-        self.train_micro = micro_batching(actor, PPO_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
-        self.infer_micro = micro_batching(rollout, LOG_PROB_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
+        self.train_micro = micro_batching(actor, PPO_BATCHING_KEYS, ranks_per_sequence)
+        self.infer_micro = micro_batching(rollout, LOG_PROB_BATCHING_KEYS, ranks_per_sequence)
         self.correction_metrics = Metrics()  # of the last update in bypass mode
 
     @property
@@ -179,31 +179,12 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
 
 
 def all_rejected_message(correction: RolloutCorrectionConfig, step: int) -> str:
-    """What is wrong in a step without a token that rollout correction accepts."""
+    """The error of a step without a token that rollout correction accepts."""
     return (
         f"step {step}: algorithm.rollout_correction.rollout_rs={correction.rollout_rs} rejects every sampled token, so "
         f"there is nothing to train on; widen rollout_rs_threshold={correction.rollout_rs_threshold}, or find out why "
         "rollout and trainer disagree (training/rollout_probs_diff_mean, rollout_corr/k3_kl)"
     )
-
-
-def update_gives_old_logprobs(config: RunConfig) -> bool:
-    """Whether the update's own forward pass can give the log-probs that it needs: they are used by one optimiser step,
-    on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction, no PF-PPO,
-    which trains on a part, no advantage estimator and no choice of tokens that needs the policy's outputs first."""
-    algorithm, actor = config.algorithm, trained_actor(config)
-    first = get_advantage(algorithm.adv_estimator).needs_logprob_pass(algorithm) or outputs_asked_for(config)
-    if first or algorithm.use_pf_ppo or get_policy_loss(actor.policy_loss.loss_mode).choose_tokens:
-        return False
-    one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    return one_step and not algorithm.use_kl_in_reward and not algorithm.rollout_correction.corrects
-
-
-def outputs_asked_for(config: RunConfig) -> tuple[str, ...]:
-    """Outputs of the policy before the update, beside log-probs and entropy, that become columns of the batch."""
-    asked = get_advantage(config.algorithm.adv_estimator).outputs
-    forced = ("sum_pi_squared",) if config.actor_rollout_ref.actor.calculate_sum_pi_squared else ()
-    return tuple(name for name in dict.fromkeys((*asked, *forced)) if name not in ("logprobs", "entropy"))
 
 
 def with_schedule_length(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:

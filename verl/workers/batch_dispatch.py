@@ -1,6 +1,7 @@
 """Sends shards of a batch to the data-parallel ranks and gathers columns in the order of the batch."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.runtime.group import WorkerGroup
+from verl.workers.engine.prompt_sharing import pays_to_share
 from verl.workers.engine_worker import RankBatch
 
 
@@ -18,14 +20,25 @@ class ShardDispatcher:
     """Calls the `EngineWorker` of every rank as one. A batch's statistics do not depend on how it is sharded.
 
     If `balanced`, ranks get sequences of equal cost in every micro-step; otherwise equally many, in order.
+    A prompt of several sequences is computed once as `share_prompts` says; "auto": where it saves time, which a
+    GPU shows by passes for `timed_output`.
     """
 
-    def __init__(self, group: WorkerGroup, balanced: bool = True):
-        self.group, self.balanced = group, balanced
-        model_facts = group.broadcast("model_facts")[0]
+    def __init__(
+        self,
+        group: WorkerGroup,
+        balanced: bool = True,
+        share_prompts: bool | str = False,
+        timed_output: str = "logprobs",
+    ):
+        self.group, self.balanced, self.share_prompts, self.timed_output = group, balanced, share_prompts, timed_output
+        self.shares_prompts = share_prompts is True  # in the last pass
+        self.model_facts = model_facts = group.broadcast("model_facts")[0]
         self.has_dropout: bool = model_facts["has_dropout"]
         self.can_cast: bool = model_facts["can_cast"]
         self.attention_length: float = model_facts["attention_length"]
+        if share_prompts == "auto" and not model_facts["shares_prompts"]:
+            self.share_prompts = False
         self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, maximum over ranks
         self.on_sequences: Callable[[int, int], None] = lambda done, of: None  # told how far a pass is
         self.begin_update(0)
@@ -82,6 +95,14 @@ class ShardDispatcher:
             self.group.local_worker.engine.on_sequences = lambda inside: self.on_sequences(done + inside, of)
 
     def shards(self, batch: Batch, micro: MicroBatching) -> list[Shard]:
+        self.shares_prompts = self.share_prompts is True
+        if self.share_prompts == "auto":
+            inputs, sharing = batch.select_columns(()), replace(micro, share_prefixes=True)
+            shared = lambda: self.rank_batches(inputs, self._assign(inputs, sharing))  # noqa: E731
+            self.shares_prompts = pays_to_share(self.group, self.model_facts, inputs, shared, self.timed_output)
+        return self._assign(batch, replace(micro, share_prefixes=self.shares_prompts))
+
+    def _assign(self, batch: Batch, micro: MicroBatching) -> list[Shard]:
         return assign_shards(batch, self.group.layout.dp, micro, self.attention_length, self.balanced)
 
     def rank_batches(self, batch: Batch, shards: Sequence[Shard]) -> list[RankBatch]:

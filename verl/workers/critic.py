@@ -24,8 +24,9 @@ class Critic:
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
         self.config, self.group = config, group
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
         critic = config.critic
+        shared = config.actor_rollout_ref.actor.use_prefix_grouper and "auto"  # its layers are its own
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, shared, "values")
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )

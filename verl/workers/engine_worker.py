@@ -1,5 +1,6 @@
 """The per-rank worker of actor, critic and reference, and the split of a batch into mini-batches."""
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,12 +40,27 @@ class EngineWorker:
         return self.engine.place
 
     def model_facts(self) -> dict[str, Any]:
-        """The facts about the model that the driver needs: has_dropout, attention_length and can_cast."""
+        """Facts about the model for the driver."""
+        speed = self.engine.speed()
         return {
             "has_dropout": has_dropout(self.engine.model),
             "attention_length": self.attention_length(),
             "can_cast": self.engine.can_cast,
+            "shares_prompts": self.engine.shares_prompts,
+            "device": get_platform().device_name,
+            "cost": speed and f"{speed.counts.per_token} FLOPs a token at {speed.peak_flops:.0e} a second",
         }
+
+    def seconds_of_forward(self, rank_batch: RankBatch, output: str) -> float:
+        """Seconds of a pass without gradient over the shard: of the faster of two, after one to warm up."""
+        seconds = []
+        for _ in range(3):
+            get_platform().synchronize()
+            started = time.perf_counter()
+            self.forward(rank_batch, (output,), 1.0)
+            get_platform().synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds[1:])
 
     def forward(
         self, rank_batch: RankBatch, outputs: tuple[str, ...], temperature: float, dtype: str | None = None
@@ -130,9 +146,7 @@ def add_memory_metrics(metrics: Metrics) -> Metrics:
     return metrics
 
 
-def micro_batching(
-    section: Section, keys: tuple[str, str, str], ranks_per_sequence: int = 1, share_prefixes: bool = False
-) -> MicroBatching:
+def micro_batching(section: Section, keys: tuple[str, str, str], ranks_per_sequence: int = 1) -> MicroBatching:
     """A fixed number of sequences if it is set and the flag for token budgets is off; otherwise a token budget.
 
     Only the limit that applies is read, so that a run can report that the other one has no effect.
@@ -142,9 +156,9 @@ def micro_batching(
     path = section.__dict__.get(PATH, "*")
     setting = f"{path}.{budget}"
     if section[flag] or section[size] is None:
-        return MicroBatching(section[budget] * ranks_per_sequence, share_prefixes=share_prefixes, limit_key=setting)
+        return MicroBatching(section[budget] * ranks_per_sequence, limit_key=setting)
     setting = f"{path}.{flag}=True and {setting}"
-    return MicroBatching(max_sequences=section[size], share_prefixes=share_prefixes, limit_key=setting)
+    return MicroBatching(max_sequences=section[size], limit_key=setting)
 
 
 class MiniBatches:

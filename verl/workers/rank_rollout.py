@@ -17,7 +17,7 @@ from verl.workers.rollout.registry import find_rollout_engine
 
 @dataclass(frozen=True)
 class RankPublish:
-    """What a publish did on one rank."""
+    """The record of a publish on one rank."""
 
     version: int  # that the rank samples from now
     bytes_copied: int

@@ -19,13 +19,11 @@ class Reference:
     """Log-probs of the policy as it was before training."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
         arr = config.actor_rollout_ref
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, arr.actor.use_prefix_grouper)
         ref, rollout = arr.ref, arr.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
-        self.micro = micro_batching(
-            ref, LOG_PROB_BATCHING_KEYS, ranks_per_replica(config), arr.actor.use_prefix_grouper
-        )
+        self.micro = micro_batching(ref, LOG_PROB_BATCHING_KEYS, ranks_per_replica(config))
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""

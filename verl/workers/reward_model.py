@@ -9,6 +9,7 @@ from verl.config.actor import FORWARD_BATCHING_KEYS
 from verl.data.batch import Batch
 from verl.data.preferences import with_score_position
 from verl.data.trajectory import Trajectory
+from verl.models.attention.prefix_sharing import shared_beginnings
 from verl.runtime.group import WorkerGroup
 from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.base import EngineRegistry
@@ -19,21 +20,26 @@ class RewardModel:
     """Scores of whole sequences over a worker group; they depend on neither the micro-batches nor the ranks."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
-        settings = config.reward.reward_model
+        settings, shared = config.reward.reward_model, config.actor_rollout_ref.actor.use_prefix_grouper and "auto"
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, shared, "values")
         self.micro = micro_batching(settings, FORWARD_BATCHING_KEYS, settings.engine.ranks_per_sequence)
         self.is_here = group.local_worker is not None
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The output of the head at the last token of each sequence of token ids."""
-        batch = Batch.pack([_with_end(number, ids) for number, ids in enumerate(sequences)])
+        begin = shared_beginnings(sequences) if self.dispatcher.share_prompts else [0] * len(sequences)
+        batch = Batch.pack([_with_end(number, ids, begin[number]) for number, ids in enumerate(sequences)])
         values = self.dispatcher.forward(batch.select_columns(()), ("values",), self.micro, 1.0)["values"]
         return values[batch.cu_seqlens[1:] - 1].tolist()
 
 
-def _with_end(number: int, ids: Sequence[int]) -> Trajectory:
+def _with_end(number: int, ids: Sequence[int], beginning: int) -> Trajectory:
+    """The sequence, of which the first `beginning` tokens are its prompt: others may have the same."""
     nothing = torch.zeros(len(ids))
-    return with_score_position(Trajectory(torch.tensor(ids), nothing.bool(), nothing, group_id=number), None)
+    whole = with_score_position(Trajectory(torch.tensor(ids), nothing.bool(), nothing, group_id=number), None)
+    if beginning:
+        whole.loss_mask[beginning:] = True  # the head's values there cost next to nothing
+    return whole
 
 
 def model_of_scores(config: RunConfig) -> HFModelConfig:

@@ -21,7 +21,7 @@ Forward = tuple[ShardDispatcher, float]  # a teacher's ranks, and its temperatur
 
 
 class Teachers:
-    """What the teacher of each sequence says about it. `teacher_of_row` names it; without, all have the only one."""
+    """The teachers' columns of a batch. `teacher_of_row` names each row's teacher; without, all have the only one."""
 
     def __init__(self, config: RunConfig, pools: WorkerPools, teacher_of_row: Mapping[int, str] | None):
         arr, self.teacher_of_row = config.actor_rollout_ref, teacher_of_row
@@ -29,11 +29,9 @@ class Teachers:
         self.forwards: dict[str, Forward] = {}
         for teacher in teachers(config.distillation):
             group = pools.for_role(role_name(teacher.name))
-            dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
+            dispatcher = ShardDispatcher(group, config.trainer.balance_batch, arr.actor.use_prefix_grouper)
             self.forwards[teacher.name] = (dispatcher, teacher.temperature or sampling)
-        self.micro = micro_batching(
-            arr.ref, LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence, arr.actor.use_prefix_grouper
-        )
+        self.micro = micro_batching(arr.ref, LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence)
         self.use_topk = DISTILLATION_LOSSES.get(config.distillation.distillation_loss.loss_mode).use_topk
 
     @property

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of low-rank adapters (arXiv 2106.09685) instead of the whole model: ten times the learning rate (docs/lora.md).
+# GRPO of low-rank adapters (arXiv 2106.09685) instead of the whole model: ten times the learning rate (docs/train/lora.md).
 #
 #   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/tuning/lora/run_qwen3_8b_fsdp.sh [key=value ...]
 ACTOR_LR=${ACTOR_LR:-1e-5}

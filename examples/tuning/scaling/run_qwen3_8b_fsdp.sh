@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with long answers: sequences split over SP_SIZE ranks, micro-batches by tokens, sharing evened out between ranks
-# (docs/perf/long_sequences.md, docs/perf/tuning.md).
+# (docs/scale/long_sequences.md, docs/scale/tuning.md).
 #
 #   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/tuning/scaling/run_qwen3_8b_fsdp.sh [key=value ...]
 SP_SIZE=${SP_SIZE:-4}

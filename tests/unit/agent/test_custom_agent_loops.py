@@ -23,6 +23,7 @@ from verl.agent.loop import (
 from verl.config import load_config
 from verl.data.prompts import load_prompts
 from verl.rewards.base import Score
+from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.trajectory_source import RolloutCollector
 from verl.utils.errors import ConfigError, DataError
 from verl.workers.rollout.base import SamplingParams
@@ -61,6 +62,16 @@ class Asking(AgentLoopBase):
         )
 
 
+class Splitting(AgentLoopBase):
+    """One conversation in two outputs: an answer, and a part in which nothing is sampled."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        prompt = await self.ct_build_initial_tokens(list(row["raw_prompt"]))
+        answer = await self.server_manager.generate("x", prompt_ids=prompt, sampling_params=sampling_params)
+        ids = list(answer.token_ids)
+        return [AgentLoopOutput(prompt, ids, [1] * len(ids)), AgentLoopOutput(prompt, [7], [0])]
+
+
 def ask(tokenizer: Any, tmp_path: Path, spoil: str = "", answer: str = "ab c<|im_end|>") -> Any:
     path = tmp_path / "loops.yaml"
     path.write_text(f"- name: single_turn_agent\n  _target_: {__name__}.Asking\n  spoil: {spoil!r}\n")
@@ -68,6 +79,16 @@ def ask(tokenizer: Any, tmp_path: Path, spoil: str = "", answer: str = "ab c<|im
     engine = ScriptedEngine(tokenizer, [answer] * 2)
     [t] = run_conversations(AgentRunner(load_config(["actor_rollout_ref.model.path=x", file]), tokenizer), engine)
     return t
+
+
+def test_outputs_of_a_conversation_have_its_number_and_keep_it_in_a_checkpoint(tokenizer: Any, tmp_path: Path):
+    path = tmp_path / "loops.yaml"
+    path.write_text(f"- name: single_turn_agent\n  _target_: {__name__}.Splitting\n")
+    file = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={path}"
+    runner = AgentRunner(load_config(["actor_rollout_ref.model.path=x", file]), tokenizer)
+    found = run_conversations(runner, ScriptedEngine(tokenizer, ["ab c<|im_end|>"]), n=2)
+    read = trajectories_from_json(trajectories_as_json(found), 7, 4)
+    assert [t.conversation for t in found] == [t.conversation for t in read] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("spoil", ["", "cut"])

@@ -43,7 +43,10 @@ class PublishedLoop(AgentLoopBase):
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        messages = list(kwargs["raw_prompt"])
+        messages = await self.loop.run_in_executor(None, list, kwargs["raw_prompt"])
+        assert (
+            self.loop is asyncio.get_running_loop() and self.processor is None and self.config and self.server_manager
+        )
         await self.process_multi_modal_info(messages)
         ids = await self.ct_build_initial_tokens(messages, tools=self.schemas)
         mask: list[int] = []

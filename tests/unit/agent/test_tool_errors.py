@@ -3,15 +3,21 @@
 import asyncio
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from tests.agent_cases import ScriptedEngine, make_agent_runner, run_conversations, tool_call_text
 from verl.agent.agent_runner import load_agent_loops
 from verl.agent.tool_schemas import OpenAIFunctionToolSchema
-from verl.agent.tools import BaseTool, ToolResponse, call_tool, load_tools
+from verl.agent.tools import BaseTool, FunctionTool, ToolResponse, call_tool, load_tools
+from verl.data.batch import Batch
+from verl.observe.ledger import Ledger
+from verl.trainer.batch_metrics import turn_metrics
+from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.utils.errors import ConfigError
 
 FUNCTIONS = '''
@@ -70,7 +76,7 @@ class Misbehaving(BaseTool):
     [
         ("well", "done"),
         ("exit", "Error when executing bad: SystemExit: 3"),
-        ("text", "Error when executing bad: ValueError: too many values to unpack (expected 3)"),
+        ("text", "plain text"),
         ("picture", "Error when executing bad: ValueError: it returned images or videos"),
         ("own timeout", "Error when executing bad: TimeoutError: the shop did not answer"),
         ("release", "Error when executing bad: ValueError: no such instance"),
@@ -200,3 +206,71 @@ def test_two_files_may_have_a_tool_of_one_name(tmp_path: Path):
     for name in ("one", "two", "one"):
         tools = load_tools(None, str(tmp_path / f"{name}.py"))
         assert tools["add"].function(1) == name
+
+
+class Money:
+    def __str__(self) -> str:
+        return "3 coins"
+
+
+REPLIES: list[tuple[Any, tuple[str, float, dict[str, Any]]]] = [
+    ("text", ("text", 0.0, {})),
+    (ToolResponse("text"), ("text", 0.0, {})),
+    (("text", None), ("text", 0.0, {})),
+    (("text", 0.5), ("text", 0.5, {})),
+    (("text", True), ("text", 1.0, {})),
+    (("text", 0.5, None), ("text", 0.5, {})),
+    (("text", None, {"hits": 2}), ("text", 0.0, {"hits": 2})),
+    ((ToolResponse("text"), None, None), ("text", 0.0, {})),
+    (Money(), ("3 coins", 0.0, {})),
+    (7, ("7", 0.0, {})),
+    (None, ("None", 0.0, {})),
+    ({"a": [1, None]}, ("{'a': [1, None]}", 0.0, {})),
+]
+REFUSED = [(), ("text",), ("text", 1, {}, 4), (1, 2), ({"a": 1}, 0.5), ("text", "good"), ("text", float("nan"))]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_function_returns_is_a_reply_with_reward_and_metrics(is_async: bool):
+    def call(value: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+        async def give_later() -> Any:
+            return value
+
+        give = give_later if is_async else lambda: value
+        tool = FunctionTool(give, None, {"function": {"name": "give", "parameters": {}}}, None)
+        return asyncio.run(call_tool({"give": tool}, "give", "{}", {}))
+
+    for value, (text, reward, metrics) in REPLIES:
+        response, *rest = call(value)
+        assert (response.text, *rest, response.failure) == (text, reward, metrics, None), value
+    for value in REFUSED:
+        response, reward, metrics = call(value)
+        assert str(response.text).startswith("Error when executing give: ValueError") and not reward, value
+        assert response.failure
+
+
+def test_a_tool_that_raises_is_told_once_counted_and_kept_in_the_ledger(
+    tokenizer: Any, tool_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    calls = [
+        tool_call_text("fail", x=1),
+        tool_call_text("slow", x=1),
+        tool_call_text("none"),
+        tool_call_text("fail", x=2),
+    ]
+    runner = make_agent_runner(tokenizer, tool_file)
+    failing = run_conversations(runner, ScriptedEngine(tokenizer, [*calls, "<|im_end|>"]), n=2)
+    [fine] = run_conversations(runner, ScriptedEngine(tokenizer, [tool_call_text("add", a=1, b=1), "<|im_end|>"]))
+    assert {name: value for name, value in turn_metrics([*failing, fine]).items() if "error" in name} == {
+        "tool_errors/fail": 4, "tool_errors/slow": 2  # a tool that does not exist is the policy's mistake
+    }  # fmt: skip
+    assert not any("error" in name for name in turn_metrics([fine])) and "tool_errors" not in fine.told()
+    [raised, _] = said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2 and 'tool fail failed with the arguments {"x": 1}' in raised  # the other one is slow
+    assert 'raise ValueError("no such row")' in raised and "my_tools.py" in raised
+    saved = trajectories_from_json(trajectories_as_json([*failing, fine]), 0, 0)
+    errors = [[f"{name}: {why}" for name, why in t.tool_errors] for t in saved or []]
+    batch = Batch.pack([replace(t, reward=0.0) for t in [*failing, fine]])
+    path = Ledger(tmp_path / "ledger").append(1, batch, ["stop"] * 3, errors)
+    why = ["fail: ValueError: no such row", "slow: took longer than 0.05 seconds", "fail: ValueError: no such row"]
+    assert pq.read_table(path)["tool_errors"].to_pylist() == [why, why, []]

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from verl.agent.tool_parsers import TOOL_PARSERS, FunctionCall, ToolParser, parameter_types
+from verl.agent.tool_schemas import json_types
+from verl.agent.tools import FunctionTool
 from verl.utils.errors import ConfigError
 
 BAR = "\uff5c"
@@ -142,3 +144,80 @@ def test_a_parser_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPat
     assert asyncio.run(parser.extract_tool_calls([0])) == ("go NOW", [FunctionCall("now", "{}")])
     with pytest.raises(TypeError, match="abstract"):
         ToolParser(None)
+
+
+def integer_or(*others):
+    return {"anyOf": [{"type": "integer"}, *others]}
+
+
+NULL = {"type": "null"}
+DEFINITIONS = {
+    "Size": {"type": "integer"},
+    "a/b~c": {"type": "array", "items": {"type": "string"}},
+    "Maybe": {"oneOf": [{"$ref": "#/$defs/Size"}, NULL]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "number"}]},
+    "Endless": {"$ref": "#/$defs/Endless"},
+}
+TYPED = [
+    ({"type": "integer"}, "7", 7),
+    (integer_or(NULL), "7", 7),
+    (integer_or(NULL), "null", None),
+    ({"anyOf": [NULL, {"type": "integer"}]}, "7", 7),
+    ({"oneOf": [{"type": "array", "items": {"type": "string"}}, NULL]}, '["x"]', ["x"]),
+    ({"anyOf": [{"type": "object"}, NULL]}, '{"k": [1]}', {"k": [1]}),
+    ({"anyOf": [{"type": "boolean"}, NULL]}, "True", True),
+    ({"anyOf": [{"type": "string"}, NULL]}, "7", "7"),
+    ({"anyOf": [{"type": "string"}, NULL]}, "null", None),
+    ({"type": "string"}, "null", "null"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "7", "7"),
+    (integer_or({"type": "string"}), "seven", "seven"),
+    ({"type": ["integer", "null"]}, "7", 7),
+    ({"type": ["null", "string"]}, "7", "7"),
+    ({"type": "string", "nullable": True}, "null", None),
+    ({"$ref": "#/$defs/Size"}, "7", 7),
+    ({"$ref": "#/$defs/Maybe"}, "null", None),
+    ({"$ref": "#/$defs/a~1b~0c"}, "[]", []),
+    ({"allOf": [{"$ref": "#/$defs/Size"}], "default": 3}, "7", 7),
+    ({"$ref": "#/$defs/Loop"}, "0.5", 0.5),
+    ({"$ref": "#/$defs/Endless"}, "7", "7"),
+    ({"$ref": "#/$defs/Missing"}, "7", "7"),
+    ({"$ref": "https://elsewhere/schema"}, "7", "7"),
+    ({}, "7", "7"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed", "minimax", "glm"])
+def test_arguments_have_the_first_type_of_the_schema_that_is_not_null(name: str, schema, text: str, value):
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": DEFINITIONS}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    written = ONE[name].replace("3", text)
+    [call] = TOOL_PARSERS.get(name)(None).parse_text(written, parameter_types([tool]))[1]
+    found = json.loads(call.arguments)["a"]
+    assert found == value and type(found) is type(value)
+
+
+def test_types_of_a_tools_signature_reach_its_arguments():
+    def search(words: list[str] | None, limit: int | None = None) -> str:
+        """Search.
+
+        Args:
+            words: what for
+            limit: how many
+        """
+        return ""
+
+    tool = FunctionTool(search, None, None, None)
+    assert parameter_types([tool.tool_schema]) == {"search": {"words": ("array", "null"), "limit": ("integer", "null")}}
+
+
+def test_references_that_branch_again_and_again_take_no_time():
+    """Two references to the next definition at each of 60 levels are 2**60 paths."""
+    levels = {f"L{i}": {"anyOf": [{"$ref": f"#/$defs/L{i + 1}"}] * 2} for i in range(60)}
+    root = {"$defs": {**levels, "L60": {"type": "integer"}}}
+    assert json_types({"$ref": "#/$defs/L0"}, root) == ("integer",)
+
+
+def test_a_gemma_call_may_hold_the_mark_that_stands_for_a_text():
+    [call] = find("gemma4", '<|tool_call>call:add{note:<|"|>x<|"|>,a:\x0010\x00}<tool_call|>')[1]
+    assert json.loads(call.arguments) == {"note": "x", "a": 10}

@@ -27,6 +27,7 @@ def loss_config(mode: str) -> ActorConfig:
 MODES = {  # loss_mode, correction
     "decoupled": ("vanilla", {"rollout_is": "token"}),
     "decoupled sequence": ("gspo", {"rollout_is": "sequence", "rollout_is_threshold": "0.5_1.5"}),
+    "geometric": ("geo_mean", {"rollout_is": "token"}),
     "reinforce": ("bypass_mode", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}),
     "ppo_clip": ("bypass_mode", {"bypass_mode": True, "rollout_is": "token"}),
 }
@@ -58,6 +59,12 @@ def by_definition(case: str, batch: Batch, logprobs: torch.Tensor, config: Rollo
         x, old, adv = ([c[t] for t in kept] for c in (logprobs, batch["old_logprobs"], batch["advantages"]))
         if case == "decoupled sequence":
             row = formulas.gspo(x, old, adv, LOW, HIGH)
+        elif case == "geometric":
+            log_weights = [math.log(batch["rollout_is_weights"][t]) for t in kept]
+            weight = math.exp(math.fsum(log_weights) / len(kept))
+            rows.append(torch.stack([weight * formulas.geo_mean(x, old, adv, LOW, HIGH)] * len(kept)))
+            groups.append(int(batch["group_ids"][i]))
+            continue
         elif case == "reinforce":
             row = [formulas.policy_gradient(*pair_) for pair_ in zip(x, adv, strict=True)]
         else:

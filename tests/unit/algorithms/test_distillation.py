@@ -225,7 +225,7 @@ def gradient_on_samples(mode: str, student: torch.Tensor, teacher: torch.Tensor,
     ],
 )
 def test_the_gradient_on_samples_of_the_policy_is_that_of_the_divergence(mode, as_advantage, of):
-    """As docs/distillation.md says. Near the teacher, KL(p, q) - KL(q, p) has no gradient of first order."""
+    """As docs/train/distillation.md says. Near the teacher, KL(p, q) - KL(q, p) has no gradient of first order."""
     student, teacher = logits(3, 0.7)[0], logits(4, 0.7)[0]
     leaf = student.clone().requires_grad_()
     log_p, log_q = leaf.log_softmax(0), teacher.log_softmax(0)

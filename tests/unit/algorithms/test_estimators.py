@@ -59,8 +59,13 @@ def by_definition(name: str, batch: Batch, config: AlgorithmConfig) -> list[list
         return formulas.on_tokens(formulas.grpo(scores, groups, by_std), masks)
     if name == "grpo_passk":
         return formulas.on_tokens(formulas.grpo_passk(scores, groups, by_std), masks)
-    if name in ("rloo", "rloo_vectorized"):
+    if name == "rloo":
         return formulas.on_tokens(formulas.rloo(scores, groups), masks)
+    if name == "rloo_vectorized":
+        compared = [
+            a if groups.count(g) > 1 else 0.0 for a, g in zip(formulas.rloo(scores, groups), groups, strict=True)
+        ]
+        return formulas.on_tokens(compared, masks)
     if name == "opo":
         return formulas.on_tokens(formulas.opo(scores, groups, masks), masks)
     if name == "gpg":
@@ -201,3 +206,83 @@ def test_tool_results_of_other_lengths_move_the_moments_of_one_token_baseline_on
     in_turns, plain = "tir_optimal_token_baseline", "optimal_token_baseline"
     torch.testing.assert_close(sampled_advantages(in_turns, same), sampled_advantages(in_turns, longer))
     assert not torch.allclose(sampled_advantages(plain, same), sampled_advantages(plain, longer))
+
+
+def padded(batch, name):
+    rows = [torch.tensor(row, dtype=torch.float64) for row in column_by_sequence(batch, name)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def test_tokens_of_the_environment_add_no_norm_and_the_sums_end_with_the_last_sampled_token():
+    batch = full_batch(groups=[0, 0, 0, 1, 1, 1])
+    mask, found = padded(batch, "loss_mask").bool(), advantages(batch, config_of("optimal_token_baseline"))
+    energy = (1 - 2 * padded(batch, "old_logprobs").exp() + padded(batch, "sum_pi_squared")) * mask
+    to_go = (padded(batch, "token_rewards") * mask).flip(1).cumsum(1).flip(1)
+    behind_last = mask.flip(1).cumsum(1).flip(1) == 0
+    starts = [int(row.nonzero()[0]) if row.any() else 0 for row in mask]
+    shifted = lambda x: torch.stack([row.roll(-start) for row, start in zip(x, starts, strict=True)])  # noqa: E731
+    sums, gains, alive = (
+        shifted(energy.cumsum(1) * ~behind_last),
+        shifted(to_go),
+        shifted(~behind_last & (mask.cumsum(1) > 0)),
+    )
+    for index, row in enumerate(column_by_sequence(batch.with_columns(found=found), "found")):
+        group = batch["group_ids"] == batch["group_ids"][index]
+        for step in range(len(row) - starts[index]):
+            total, weight = (gains * sums)[group, step].sum(), sums[group, step].sum()
+            baseline = total / weight if alive[group, step].sum() > 1 else 0.0
+            expected = (gains[index, step] - baseline) * mask[index, starts[index] + step]
+            assert row[starts[index] + step] == pytest.approx(float(expected), abs=1e-10)
+
+
+OUTPUTS = (0, 1, 2, 2, 2, 3, 4, 4, 5)  # sequences of which several outputs of one conversation are made
+WHITENED = ("gdpo", "reinforce_plus_plus_baseline")
+OF_GROUPS = [name for name in NAMES if name not in ("gae", "remax", "reinforce_plus_plus", "opo", *WHITENED)]
+
+
+def several_outputs(batch: Batch) -> Batch:
+    return batch.select(OUTPUTS).with_columns(conversations=torch.tensor(OUTPUTS))
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_several_outputs_of_a_conversation_count_once_in_their_group(name):
+    batch = full_batch(groups=PAIRS)
+    alone = compute_advantages(batch, config_of(name)).select(OUTPUTS)["advantages"]
+    torch.testing.assert_close(advantages(several_outputs(batch), config_of(name)), alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", WHITENED)
+def test_several_outputs_count_once_before_the_tokens_of_the_batch_are_whitened(name):
+    batch = full_batch(groups=PAIRS)
+    scores, groups = batch.sum_per_sequence(batch["token_rewards"]).tolist(), batch["group_ids"].tolist()
+    relative = formulas.grpo(scores, groups, by_std=False)
+    if name == "gdpo":
+        parts = [formulas.grpo(batch["reward_parts." + key].tolist(), groups, True) for key in ("format", "score")]
+        relative = [0.5 * one + 2.0 * other for one, other in zip(*parts, strict=True)]
+    several = several_outputs(batch)
+    masks = column_by_sequence(several, "loss_mask")
+    rows = formulas.whitened(formulas.on_tokens([relative[i] for i in OUTPUTS], masks), masks)
+    expected = torch.tensor([a for row in rows for a in row], dtype=torch.float64)
+    torch.testing.assert_close(advantages(several, config_of(name)), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_length_of_a_conversation_is_that_of_all_its_outputs():
+    several = several_outputs(with_token_rewards(random_batch().with_columns(group_ids=torch.tensor(PAIRS))))
+    lengths, rewards, group = several.sum_per_sequence(several["loss_mask"].double()), several["rewards"], PAIRS[2]
+    members = several["group_ids"] == group
+    baseline = (lengths * rewards)[members].sum() / lengths[members].sum()
+    tokens = members[several.sequence_ids()] & several["loss_mask"]
+    found = advantages(several, config_of("opo"))[tokens]
+    torch.testing.assert_close(found, (rewards[several.sequence_ids()] - baseline)[tokens])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
+def test_outputs_with_different_rewards_get_the_advantage_of_their_mean(name):
+    masks, rewards = ("ps", "pss", "ps", "pps"), torch.tensor([1.0, 0.0, 0.75, 0.25], dtype=torch.float64)
+    columns = {"rewards": rewards, "group_ids": torch.zeros(4, dtype=torch.long)}
+    columns["conversations"] = torch.tensor([0, 0, -1, 3])
+    batch = with_token_rewards(random_batch(masks=masks).with_columns(**columns))
+    arguments = ([0.5, 0.75, 0.25], [0, 0, 0], *([True] if name == "grpo" else []))
+    by_sequence = torch.tensor(getattr(formulas, name)(*arguments), dtype=torch.float64)[[0, 0, 1, 2]]
+    expected = by_sequence[batch.sequence_ids()] * batch["loss_mask"]
+    torch.testing.assert_close(advantages(batch, config_of(name)), expected, rtol=1e-10, atol=1e-10)

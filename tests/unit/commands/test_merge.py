@@ -210,6 +210,23 @@ def test_adapters_of_the_reference_go_to_a_folder_of_their_own(models, tmp_path,
     assert torch.equal(weights[f"base_model.model.{adapted}.lora_A.weight"], a)
 
 
+@pytest.mark.parametrize("text", ['{"num_return_sequences": 4, "eos_token_id": 2}', "[3]", "{"])
+def test_a_generation_config_that_transformers_refuses_is_known_before_the_weights_are_written(
+    models, tmp_path, caplog, text
+):
+    save_shards(models["odd"], tmp_path / "saved")
+    (tmp_path / "saved" / "huggingface" / "generation_config.json").write_text(text)
+    merge = ["merge", "--local_dir", str(tmp_path / "saved"), "--target_dir", str(tmp_path / "merged")]
+    if "eos" not in text:
+        with pytest.raises(CheckpointError, match=r"generation_config\.json of the checkpoint holds no settings"):
+            main(merge)
+        assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+        return
+    assert main(merge) == 0 and "leaves out num_return_sequences=4" in caplog.text
+    assert_same_model(tmp_path / "merged", models["odd"])
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == {"eos_token_id": 2}
+
+
 class FakeHub(BaseHTTPRequestHandler):
     """As much of a hub as an upload asks for: `server.files` are committed, `server.repositories` made."""
 

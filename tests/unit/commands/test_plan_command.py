@@ -97,6 +97,9 @@ def test_the_same_as_json(model: str, capsys: pytest.CaptureFixture[str]):
     read = json.loads(capsys.readouterr().out)
     assert read["pools"][0]["per_node"] == 8 and read["replicas"][0]["count"] == 16
     assert read["memory"][0]["holdings"][0]["sizes"][0] == 8_190_735_360 * 4 / 16
+    assert read["decided"] == {
+        "mode": "sync", "staleness": 0, "num_parts": 1, "old_logprobs": "pass", "parks": "no", "baselines": False
+    }  # fmt: skip
 
 
 def test_an_impossible_placement_is_refused(model: str, capsys: pytest.CaptureFixture[str]):
@@ -153,7 +156,7 @@ def test_the_help_has_an_example_whose_keys_are_known(capsys: pytest.CaptureFixt
 def test_the_page_shows_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "scale" / "placement.md").read_text()
     monkeypatch.chdir(tmp_path)
     save_8b(tmp_path / "Qwen3-8B")
     blocks = page.split("```")[1::2]

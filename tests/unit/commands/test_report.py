@@ -9,7 +9,8 @@ from urllib.parse import unquote
 import pytest
 
 from verl.commands import report, show
-from verl.observe.html_report import differing_keys, flatten, group_curves, headline_rank, stage_times
+from verl.observe.html_report import differing_keys, flatten, group_curves, stage_times
+from verl.observe.metric_names import HEADLINES, find_metric, headline_rank
 from verl.observe.run_record import find_run
 from verl.observe.step_records import PROFILES_FILE, REPLICAS_FILE, append_record, drop_records_after, read_records
 
@@ -127,6 +128,11 @@ def test_stages_and_what_they_leave_over_add_up_to_the_step() -> None:
         ("update_actor", "20%"),
         ("other", "20%"),
     ]
+
+
+def test_headlines_are_in_the_table_of_metrics() -> None:
+    headlines = [name + "a/acc/mean@1" * name.endswith("/") for name in HEADLINES]
+    assert [name for name in headlines if find_metric(name) is None] == []
 
 
 def test_headline_names_are_whole_names_or_beginnings() -> None:

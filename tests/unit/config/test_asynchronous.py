@@ -3,13 +3,7 @@
 import pytest
 
 from verl.config import ConfigError, RunConfig, load_config
-from verl.config.asynchronous import (
-    is_asynchronous,
-    keeps_published_weights,
-    records_old_logprobs,
-    scores_before_leaving,
-    staleness,
-)
+from verl.config.asynchronous import is_asynchronous, staleness
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -48,21 +42,8 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], message: str
         load(*overrides)
 
 
-@pytest.mark.parametrize("override", ["top_p=0.9", "top_k=20", "dtype=bfloat16", "kv_cache_on_publish=keep_kv"])
-@pytest.mark.parametrize("mode", [[ASYNC], SEPARATE], ids=["colocated", "apart"])
-def test_the_trainer_scores_before_it_gives_up_a_version_what_the_rollout_does_not_record(
-    override: str, mode: list[str]
-):
-    config = load(*mode, f"{ROLLOUT}.{override}")
-    assert scores_before_leaving(config) and keeps_published_weights(config) == (mode == SEPARATE)
-    assert not scores_before_leaving(load(*mode, f"{ROLLOUT}.{override}", BYPASS))
-    assert not scores_before_leaving(load(*mode, f"{ROLLOUT}.{override}", "async_training.staleness_threshold=0"))
-    assert not scores_before_leaving(load(*mode)) and not scores_before_leaving(load())
-
-
 @pytest.mark.parametrize("override", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.kv_cache_on_publish=keep_kv"])
-def test_the_rollouts_own_log_probs_or_no_staleness_make_it_good(override: str):
-    assert not records_old_logprobs(load(ASYNC, override, BYPASS))
+def test_no_staleness_makes_it_good(override: str):
     load(ASYNC, override, "async_training.staleness_threshold=0")
 
 
@@ -76,11 +57,11 @@ def test_the_mean_age_of_the_mode_with_devices_apart():
     ("overrides", "message"),
     [
         (SEPARATE[:1], "needs devices of its own.*hybrid_engine=False"),
-        ([ASYNC, SEPARATE[1]], "the rollout has its own .* set trainer_mode=separate_async"),
+        ([ASYNC, SEPARATE[1]], "the rollout has its own .* set trainer.v1.trainer_mode=separate_async"),
         (
             [*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=3", "data.train_batch_size=32",
              "actor_rollout_ref.actor.ppo_mini_batch_size=8"],
-            "parameter_sync_step=3 .* set train_batch_size=24",
+            "parameter_sync_step=3 .* set data.train_batch_size=24",
         ),
     ],
 )  # fmt: skip

@@ -59,6 +59,8 @@ KL_IN_REWARD = "algorithm.use_kl_in_reward=True"
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/b"], ["global_step_N", "/a/b"]),
         (["data.custom_cls.path=x.py"], ["custom_cls"]),
         (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
+        (["trainer.val_only=True"], ["val_files"]),
+        (["reward.scorer=gsm8", "actor_rollout_ref.model.path=m"], ["reward.scorer", "gsm8k"]),
         ([f"{ACTOR}.optim.lr=nan"], ["optim.lr must be float, but it is nan"]),
         (
             ["data.train_batch_size=31", f"{ROLLOUT}.n=6", "trainer.n_gpus_per_node=8"],

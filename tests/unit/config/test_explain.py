@@ -20,7 +20,8 @@ def test_the_reference_page_is_current():
 
 @pytest.mark.parametrize("root", [RunConfig, SFTConfig, DPOConfig, RewardModelConfig])
 def test_every_key_is_documented_in_a_sentence(root):
-    bad = [key.path for key in schema.keys(root).values() if not key.doc.endswith(".") or len(key.doc) < 8]
+    keys = [key for key in schema.keys(root).values() if key.path.rpartition(".")[2] != "extra" or key.doc]
+    bad = [key.path for key in keys if not key.doc.endswith(".") or len(key.doc) < 8]
     assert bad == []
 
 
@@ -59,7 +60,7 @@ def test_print_shows_values_with_origins(capsys):
     assert "data.seed=2  # override 'data.seed=2'" in lines
     assert "data.max_prompt_length=512  # default" in lines
     assert "actor_rollout_ref.rollout.prompt_length=512  # follows data.max_prompt_length" in lines
-    assert len(lines) == len(schema.keys(RunConfig))
+    assert len(lines) == len([key for key in schema.keys(RunConfig).values() if key.doc])
 
 
 def test_print_changed_leaves_defaults_out(capsys):
@@ -116,3 +117,32 @@ def test_presets_of_the_rollout_correction_are_classmethods():
     )
     assert (geo.rollout_rs, geo.rollout_rs_threshold) == ("seq_mean_k1", "0.999_1.001")
     assert Correction.decoupled_k3_rs(0.02).rollout_rs_threshold == 0.02
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["bf16"], "actor_rollout_ref.actor.fsdp_config.model_dtype"),
+        (["warmup"], "actor_rollout_ref.actor.optim.lr_warmup_steps"),
+        (["grad", "clip"], "actor_rollout_ref.actor.optim.clip_grad"),
+        (["grad clip"], "optim.clip_grad (sft_trainer)"),
+        (["max", "length"], "data.max_response_length"),
+        (["max-length"], "data.max_length (sft_trainer)"),
+        (["learning", "rate"], "actor_rollout_ref.actor.optim.lr"),
+    ],
+)
+def test_explain_knows_ordinary_words(words, key, capsys):
+    assert cli.main(["config", "explain", *words]) == 0
+    assert f"{key}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verb", "setting"),
+    [("train", "data.seed=3"), ("sft", "data.max_length=8"), ("dpo", "loss.beta=0.5"), ("reward-model", "data.seed=4")],
+)
+def test_print_and_explain_take_the_verb_that_recommends_them(verb, setting, capsys):
+    key = setting.partition("=")[0]
+    assert cli.main(["config", "print", verb, setting, "--changed"]) == 0
+    assert setting in capsys.readouterr().out
+    assert cli.main(["config", "explain", verb, key]) == 0
+    assert capsys.readouterr().out.startswith(f"{key}: ")

@@ -13,6 +13,7 @@ from verl.algorithms.losses import POLICY_LOSSES, get_policy_loss
 from verl.config import ConfigError, ConfigWarning, load_config
 from verl.config.load import pop_unread_keys
 from verl.data.batch import Batch
+from verl.runtime.wire import deserialize, serialize
 from verl.trainer.ppo import core_algos
 
 LOSS, LOOP = "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.rollout.agent"
@@ -77,7 +78,7 @@ def test_a_key_added_in_hydras_syntax_lands_in_extra_and_says_so(home):
     with pytest.warns(ConfigWarning, match=rf"\+{home}\.beta is no key of the library: .* {home}\.extra\.beta"):
         config = load_config([f"+{home}.beta=0.25"])
     assert config._set == (f"{home}.extra",)
-    with pytest.raises(ConfigError, match=rf"A key of your own is {home}\.extra\.beta"):
+    with pytest.raises(ConfigError, match=rf"A key of your own is \+{home}\.beta, in a preset {home}\.extra\.beta"):
         load_config([f"{home}.beta=0.25"])
 
 
@@ -88,8 +89,8 @@ def test_an_added_key_that_looks_like_a_typing_mistake_names_the_key_that_may_be
 
 def test_added_keys_that_the_library_knows_or_refuses_are_no_keys_of_the_user():
     assert load_config(["+algorithm.gamma=0.9"]).algorithm.gamma == 0.9
-    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.kl_ctrl\.mine'"):
-        load_config(["+algorithm.kl_ctrl.mine=1"])
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.gamma\.mine'"):
+        load_config(["+algorithm.gamma.mine=1"])
 
 
 def test_keys_reach_the_estimator_and_the_record_of_the_run():
@@ -152,3 +153,64 @@ def test_a_loss_reads_its_keys_from_the_config_that_it_gets_and_is_checked_befor
     wrong = load_config([f"{LOSS}.loss_mode=weighted", f"{LOSS}.extra.betta=2"]).actor_rollout_ref.actor
     with pytest.raises(ConfigError, match=r"policy_loss\.extra\.betta is no key of policy loss 'weighted'"):
         get_policy_loss("weighted").check(wrong)
+
+
+PLACES = [
+    "",
+    "data",
+    "trainer",
+    "critic.optim",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout.multi_turn",
+    "reward",
+]
+
+
+@pytest.mark.parametrize("prefix", ["+", "++"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_key_of_ones_own_reaches_get_in_every_section(place, prefix):
+    path = f"{place}.mine".removeprefix(".")
+    with pytest.warns(ConfigWarning, match=rf"\+{path} is no key of the library: it is kept as "):
+        config = load_config([f"{prefix}{path}=0.25", f"{prefix}{path}_too.deep=[1]", f"{path}_too.deep=[2]"])
+    for section in (config, pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
+        for name in filter(None, place.split(".")):
+            section = section[name]
+        assert section.get("mine") == section["mine"] == section.mine == 0.25 and "mine" in section
+        assert section.get("mine_too").get("deep") == [2] and section.get("gone", 7) == 7
+        assert not hasattr(section, "gone")
+
+
+def test_keys_of_ones_own_reach_the_ranks():
+    config = load_config(["+actor_rollout_ref.actor.mine=3", "+data.filter.shortest=2"])
+    arrived = deserialize(serialize(config))
+    assert arrived.actor_rollout_ref.actor.get("mine") == 3 and arrived.data.filter.shortest == 2
+    assert arrived == config
+
+
+def test_arguments_of_a_rollout_engine_of_ones_own_need_no_plus():
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs"
+    config = load_config([f"{kwargs}.mine.cache=2", f"{kwargs}.mine.paths=[a]", f"{kwargs}.vllm.x=1"])
+    found = config.actor_rollout_ref.rollout.engine_kwargs
+    assert found.get("mine") == {"cache": 2, "paths": ["a"]} and found.vllm == {"x": 1}
+    with pytest.raises(ConfigError, match=rf"unknown key '{kwargs}\.vlm\.x'; did you mean '{kwargs}\.vllm'"):
+        load_config([f"{kwargs}.vlm.x=1"])
+
+
+def test_a_section_of_ones_own_is_read_key_by_key_or_whole():
+    words = ["+mine.a=1", "+mine.b.c=2", "+whole.a=1", "+never.a=1", "data.train_batch_size=8"]
+    config = load_config(words)
+    assert config.mine.get("a") == 1 and dict(config.get("whole")) and config.data.train_batch_size
+    assert pop_unread_keys(config) == ["extra.mine.b", "extra.never"]
+
+
+def test_a_policy_loss_reads_keys_of_the_actor_and_of_its_own_section():
+    seen = []
+
+    @core_algos.register_policy_loss("both")
+    def both(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        seen.append((config.get("eta"), config.eta, config.extra["beta"], config.get("none", 5), "eta" in config))
+        return core_algos.agg_loss(-log_prob, response_mask, loss_agg_mode), {}
+
+    actor = load_config([f"{LOSS}.loss_mode=both", f"+{LOSS}.beta=2", "+actor_rollout_ref.actor.eta=3"])
+    get_policy_loss("both").check(actor.actor_rollout_ref.actor)
+    assert set(seen) == {(3, 3, 2, 5, True)}

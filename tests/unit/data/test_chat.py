@@ -63,14 +63,14 @@ def test_a_broken_conversation_is_refused_with_the_message_named(prompt, message
 
 def test_the_template_is_applied_with_generation_prompt_and_variables():
     template = PromptTemplate(char_tokenizer(TEMPLATE), {"mood": "!"})
-    assert template.render(user("hi")) == "<user>hi!<assistant>"
+    assert template.render_prompt(user("hi")) == "<user>hi!<assistant>"
 
 
 def test_ids_are_those_of_the_tokenizers_own_template_call():
     tokenizer = char_tokenizer(TEMPLATE, special=True)
     template = PromptTemplate(tokenizer)
     messages = user("hi"), user("there")
-    ids = template.encode([template.render(m) for m in messages])
+    ids = template.encode([template.render_prompt(m) for m in messages])
     own = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
     assert ids == own
     assert tokenizer.decode(ids[0]).replace(" ", "") == "<user>hi<assistant>"  # no second ^ from the tokenizer
@@ -81,8 +81,8 @@ def test_real_qwen3_prompts_equal_the_tokenizers_own_template_call(test_data):
     template = PromptTemplate(tokenizer, {"enable_thinking": False})
     messages = [{"role": "system", "content": "Count."}, *user("What is 2+2?")]
     own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False, return_dict=False)
-    assert template.encode([template.render(messages)]) == [own]
-    assert "</think>" in template.render(messages)
+    assert template.encode([template.render_prompt(messages)]) == [own]
+    assert "</think>" in template.render_prompt(messages)
 
 
 def test_without_a_template_the_prompt_is_the_plain_text_and_may_be_continued(caplog):

@@ -74,6 +74,19 @@ def test_truncation_keeps_the_side_that_was_asked_for(tmp_path: Path):
     assert left.num_truncated == right.num_truncated == 1
 
 
+def test_a_table_of_questions_and_answers_is_conversations(tmp_path: Path):
+    tokenizer, keys = make_tokenizer("abcdefgh"), {"prompt_key": "question", "answer_key": "answer"}
+    row = {"question": "ab", "answer": "cd", **chat("e", "f")}
+    (item,) = dataset(tmp_path, [row], tokenizer, system_prompt="gh", **keys)[0]
+    assert trained_text(tokenizer, item) == "cd<eos>" and tokenizer.decode(item.tokens) == "ghabcd<eos>"
+    assert trained_text(tokenizer, dataset(tmp_path, [row], tokenizer)[0][0]) == "f<eos>"
+    with pytest.raises(DataError, match=r"nor 'prompt' and 'response'; its columns are answer, question: set data.mes"):
+        dataset(tmp_path, [{"question": "ab", "answer": "cd"}], tokenizer)
+    written = {"question": '[{"role": "user", "content": "a"}]', "answer": "b"}
+    (note,) = dataset(tmp_path, [row, written], make_tokenizer(written["question"]), **keys).notes
+    assert "1 rows have a list of {role, content} as text" in note
+
+
 def test_a_conversation_without_an_answer_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="no assistant message"):
         dataset(tmp_path, [chat("ab")], make_tokenizer("abcdefgh"))

@@ -1,7 +1,9 @@
 """Rows of data files: every format, and every complaint with its file and row."""
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -85,8 +87,7 @@ def test_a_torn_parquet_file_is_named(tmp_path):
     [
         ("train.parqet", r"does not exist; did you mean 'train.parquet'"),
         ("nowhere/x.jsonl", "folder .*nowhere does not exist"),
-        ("", r"is a folder; give the data files inside it \(there: train.parquet\)"),
-        ("notes.txt", "unknown suffix '.txt'; known: .json, .json.gz, .jsonl, .jsonl.gz, .parquet"),
+        ("notes.txt", r"unknown suffix '.txt'; known: .parquet; .json, .jsonl, .csv and .tsv, also as .gz, .bz2"),
     ],
 )
 def test_a_path_that_cannot_be_used_says_what_to_give_instead(tmp_path, given, message):
@@ -113,12 +114,50 @@ def test_the_digest_follows_content_and_order_but_not_the_place(tmp_path):
     assert FileRows([a, b]).digest != FileRows([moved, b]).digest
 
 
-def test_compressed_lines_are_the_same_rows_and_a_cut_file_is_named(tmp_path):
+def zstandard(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_compressed_lines_are_the_same_rows_and_a_cut_file_is_named(tmp_path, suffix):
     write(tmp_path / "train.jsonl", ROWS)
-    packed = gzip.compress((tmp_path / "train.jsonl").read_bytes())
-    (tmp_path / "train.jsonl.gz").write_bytes(packed)
-    assert list(FileRows(tmp_path / "train.jsonl.gz")) == list(FileRows(tmp_path / "train.jsonl"))
+    packed = PACK[suffix]((tmp_path / "train.jsonl").read_bytes())
+    (tmp_path / f"train.jsonl.{suffix}").write_bytes(packed)
+    assert list(FileRows(tmp_path / f"train.jsonl.{suffix}")) == list(FileRows(tmp_path / "train.jsonl"))
     for content in (packed[:-10], b"{}"):
-        (tmp_path / "cut.jsonl.gz").write_bytes(content)
-        with pytest.raises(DataError, match=r"cut\.jsonl\.gz cannot be unpacked"):
-            FileRows(tmp_path / "cut.jsonl.gz")
+        (tmp_path / f"cut.jsonl.{suffix}").write_bytes(content)
+        with pytest.raises(DataError, match=rf"cut\.jsonl\.{suffix} cannot be unpacked"):
+            FileRows(tmp_path / f"cut.jsonl.{suffix}")
+
+
+def test_a_table_of_texts_keeps_every_cell_as_it_is_written(tmp_path):
+    (tmp_path / "a.csv").write_bytes('\ufeffq,a\r\n"1, ""or""\r\n2",007\r\n\r\nNA,\r\n'.encode())
+    rows = FileRows(tmp_path / "a.csv")
+    assert list(rows) == [{"q": '1, "or"\r\n2', "a": "007"}, {"q": "NA", "a": ""}]
+    assert rows.location(1) == f"{tmp_path / 'a.csv'} line 5"
+    (tmp_path / "a.tsv").write_text("q\ta\n1,2\t" + "3" * 200_000 + "\n")
+    assert list(FileRows(tmp_path / "a.tsv")) == [{"q": "1,2", "a": "3" * 200_000}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n1,2,3\n", "line 3: more or fewer values than the 2 columns a, b"),
+        ("a,b\n1\n", "line 2: more or fewer values"),
+        ("a,a\n1,2\n", "two columns are named 'a'"),
+        ('a,b\n1,"2\n', "unexpected end of data"),
+        ("a,b\n", "no rows"),
+        ("", "no rows"),
+    ],
+)
+def test_a_broken_table_is_named_with_the_line(tmp_path, text, message):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=message) as error:
+        FileRows(tmp_path / "a.csv")
+    assert str(tmp_path / "a.csv") in str(error.value)

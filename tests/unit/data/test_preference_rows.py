@@ -37,6 +37,13 @@ def texts(answers) -> list[tuple[str, str]]:
     return [(TOKENIZER.decode(a.tokens), TOKENIZER.decode(a.tokens[a.loss_mask])) for a in answers]
 
 
+def test_the_column_of_prompts_may_have_another_name(tmp_path: Path):
+    (both,) = pairs(tmp_path, {"question": "ab", "chosen": "cd", "rejected": "e"}, prompt_key="question")
+    assert texts(both) == EXPECTED
+    with pytest.raises(DataError, match=r"no 'prompt' \(data.prompt_key\)"):
+        pairs(tmp_path, {"question": "ab", "chosen": "cd", "rejected": "e"})
+
+
 EXPECTED = [("abcd<eos>", "cd<eos>"), ("abe<eos>", "e<eos>")]
 SAME_PAIR = {
     "strings": {"prompt": "ab", "chosen": "cd", "rejected": "e"},
@@ -71,7 +78,7 @@ def test_only_the_last_turn_of_a_conversation_is_trained(tmp_path: Path):
         ({"prompt": "ab", "chosen": "cd"}, "the row has no 'rejected'; its columns are chosen, prompt"),
         ({"prompt": "ab", "chosen": " ", "rejected": "e"}, "'chosen': the answer is empty"),
         ({"prompt": "ab", "chosen": [user("c")], "rejected": "e"}, "'chosen' ends with a message of role 'user'"),
-        ({"chosen": "cd", "rejected": "e"}, "the row has no 'prompt', and its answers are not whole conversations"),
+        ({"chosen": "cd", "rejected": "e"}, "and the answers are not whole conversations"),
         (
             {"chosen": [user("ab"), assistant("cd")], "rejected": [user("a"), assistant("e")]},
             "the answers have different prompts",

@@ -80,7 +80,7 @@ def test_columns_may_have_other_names(load):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (row(prompt=...), r"there is no column 'prompt' \(data.prompt_key names it\)"),
+        (row(prompt=...), "there is no column 'prompt': set data.prompt_key=COLUMN, one of ability, data_source"),
         (row(prompt=None), "column 'prompt' is null"),
         (row(" "), "column 'prompt': the prompt is empty"),
         (row(prompt=[{"role": "bot", "content": "x"}]), "column 'prompt': message 0 has role 'bot'"),
@@ -219,3 +219,14 @@ def test_a_dataset_class_of_the_users_own_provides_the_rows(tmp_path):
     wrong = DataConfig(custom_cls=CustomClassConfig(path=str(tmp_path / "mine.py"), name="Mien"))
     with pytest.raises(ConfigError, match=r"data.custom_cls.name='Mien' is not defined.* did you mean 'Mine'"):
         load_prompts(["f1"], wrong, char_tokenizer(TEMPLATE))
+
+
+def test_a_template_that_drops_the_messages_is_refused(tmp_path):
+    path, config = write(tmp_path / "rows.jsonl", [row("a"), row("b"), row("a")]), DataConfig(max_prompt_length=40)
+    for template in ("always the same", "{% for m in message %}{{ m['content'] }}{% endfor %}same"):
+        with pytest.raises(DataError, match=r"same prompt of all 3 rows, '.*same', though their messages differ"):
+            load_prompts(path, config, char_tokenizer(template))
+    same = write(tmp_path / "same.jsonl", [row("a"), row("a")])
+    assert len(load_prompts(same, config, char_tokenizer(TEMPLATE))) == 2
+    mostly = "{% if messages[0]['content'] == 'b' %}b{% else %}a{% endif %}"
+    assert len(load_prompts(path, config, char_tokenizer(mostly))) == 3

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from verl.agent.tools import call_tool, load_tools
 from verl.config.data import DataConfig
 from verl.data.preferences import conversation_with
-from verl.data.prompts import check_row_and_read_messages
+from verl.data.prompt_rows import check_row_and_read_messages
 from verl.utils.external_code import load_object
 
 SCRIPTS = ROOT / "examples" / "data_preprocess"
@@ -141,8 +141,8 @@ def test_hh_rlhf_becomes_conversations_pairs_and_prompts(raw: str, kept: int, re
     assert len(sft) == len(rm) == len(rl) == kept
     assert f"| train.parquet | {read} | {kept} |" in (tmp_path / "rm" / "rm" / "data_card.md").read_text()
     for conversation, pair, prompt in zip(sft, rm, rl, strict=True):
-        assert conversation["messages"] == conversation_with("chosen", pair)
-        assert conversation_with("rejected", pair)[:-1] == prompt["prompt"]
+        assert conversation["messages"] == conversation_with("chosen", "prompt", pair)
+        assert conversation_with("rejected", "prompt", pair)[:-1] == prompt["prompt"]
         assert prompt["reward_model"]["style"] == "model"
         check_row_and_read_messages(prompt, DataConfig())
     last = rm[-1]

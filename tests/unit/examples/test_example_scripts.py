@@ -149,7 +149,8 @@ def test_ascend_quick_starts_set_the_ports_of_the_collectives(launched):
             assert seen["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
 
 
-DOCUMENTS = [*sorted((ROOT / "docs" / "hardware").glob("*")), *sorted((ROOT / "docs" / "amd_tutorial").glob("*"))]
+DOCUMENTS = sorted(page for name in ("scale/hardware", "amd_tutorial") for page in (ROOT / "docs" / name).glob("*"))
+DOCUMENTS += [ROOT / "docs" / "extend" / "plugin_development.md"]
 OVERRIDE = re.compile(r"(?<![\w.])\+{0,2}(?:actor_rollout_ref|critic|data|trainer|algorithm|reward)(?:\.\w+)+=[^\s`]+")
 LATER = (*ENGINES_TO_COME, "VeOmni engine", "training on several machines")
 

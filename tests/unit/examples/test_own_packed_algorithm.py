@@ -1,4 +1,4 @@
-"""The packed estimator and loss of docs/own_algorithm.md compute what they say, in any cut and order."""
+"""The packed estimator and loss of docs/extend/own_algorithm.md compute what they say, in any cut and order."""
 
 import math
 import runpy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.models.attention.packed import packed_attention
-from verl.models.attention.sequence_attention import Packing
+from verl.models.attention.packing import Packing, equal_length_runs
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -92,4 +92,4 @@ def test_a_cache_or_a_second_row_with_boundaries_is_refused():
 
 
 def test_equally_long_neighbours_share_one_call():
-    assert Packing((3, 3, 7, 2, 2, 2), torch.empty(0)).equal_length_runs() == [(2, 3), (1, 7), (3, 2)]
+    assert equal_length_runs((3, 3, 7, 2, 2, 2)) == [(2, 3), (1, 7), (3, 2)]

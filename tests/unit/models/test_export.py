@@ -1,15 +1,19 @@
 """The Hugging Face folder is what is in memory, and a difference is found before anyone is told it was saved."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.engine_cases import SHAPE, SquaredLogprob, build_engine, random_batch, save_tiny_model, tiny_qwen3
+from tests.rollout_adapters import letters_tokenizer
 from verl.models import export
 from verl.models.export import export_config_and_tokenizer, plan_export, write_layers
 from verl.models.tensor_file import TensorFile
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, ConfigError
 
 
 def trained(folder, **how):
@@ -120,3 +124,56 @@ def test_a_tensor_that_loads_under_another_name_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "revert_weight_conversion", rename)
     with pytest.raises(CheckpointError, match="2 tensors are not those in memory"):
         engine.save(tmp_path / "saved", ("hf_model",))
+
+
+REFUSED_BY_TRANSFORMERS = [
+    ({"temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 7]}, {"eos_token_id": [2, 7]}),
+    ({"early_stopping": True, "length_penalty": 0.5, "pad_token_id": 0}, {"pad_token_id": 0}),
+    ({"pad_token_id": -1, "output_scores": True, "max_new_tokens": 9}, {"max_new_tokens": 9}),
+    ({"num_return_sequences": 4, "num_beams": 2, "length_penalty": 0.5}, {"num_beams": 2, "length_penalty": 0.5}),
+    ({"streamer": 1, "max_new_tokens": 0, "temperature": "hot", "min_new_tokens": 2}, {"min_new_tokens": 2}),
+    ({"watermarking_config": {"greenlist_ratio": 5.0}, "mine": {"a": 1}}, {"mine": {"a": 1}}),
+    ({"temperature": 0.9, "do_sample": True}, {"temperature": 0.9, "do_sample": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "kept"), REFUSED_BY_TRANSFORMERS, ids=lambda v: "-".join(v))
+def test_generation_values_that_do_not_fit_are_left_out_and_named_and_the_others_stay(values, kept, caplog):
+    assert export.fitting_generation_values(values) == kept
+    GenerationConfig(**kept).validate(strict=True)
+    assert all((f"{name}={values[name]!r}" in caplog.text) == (name not in kept) for name in values)
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+def test_what_a_save_needs_is_kept_from_the_start_though_the_models_folder_is_gone(tmp_path, caplog, value_head):
+    folder = save_tiny_model(tmp_path / "model")
+    letters_tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "eos_token_id": [2, 7]}))
+    engine = build_engine(folder, "fp32", value_head)
+    shutil.rmtree(folder)
+    engine.save(tmp_path / "saved")
+    saved = tmp_path / "saved" / "huggingface"
+    assert AutoTokenizer.from_pretrained(saved).get_vocab() == letters_tokenizer().get_vocab()
+    if not value_head:
+        assert "leaves out temperature=0.9" in caplog.text
+        assert GenerationConfig.from_pretrained(saved).eos_token_id == [2, 7, letters_tokenizer().eos_token_id]
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, value_head):
+    folder = save_tiny_model(tmp_path / "model")
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = {"default": "x", "a/b": "y"}  # a name that is no name of a file
+    path = folder / "tokenizer_config.json"
+    letters_tokenizer().save_pretrained(folder)
+    named = [{"name": name, "template": text} for name, text in tokenizer.chat_template.items()]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
+    with pytest.raises(ConfigError, match=r"tokenizer of .* cannot be saved \(ValueError: Invalid chat template name"):
+        build_engine(folder, "fp32", value_head)
+
+
+def test_a_folder_for_temporary_files_that_takes_none_is_named(tmp_path, monkeypatch):
+    folder = save_tiny_model(tmp_path / "model")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="let TMPDIR name a folder"):
+        build_engine(folder, "fp32")

@@ -17,7 +17,7 @@ from verl.models.decoder.decode_attention import attend_by_kernel, attend_by_pro
 from verl.models.decoder.lean_weights import decoder_shape, fastest_layout
 from verl.models.decoder.onednn_weights import padded_rows
 from verl.models.decoder.weight_layouts import possible_layouts
-from verl.models.fastest import fastest, keep_choices_in, machine, pick, processor
+from verl.models.fastest import _read, _store, fastest, keep_choices_in, machine, pick, processor
 from verl.models.fused_rms_norm import fused_norm_is_faster
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_a_cache_that_cannot_be_written_is_reported_and_nothing_stops(tmp_path: 
 
 def test_ranks_that_start_together_agree(tmp_path: Path):
     program = (
-        "import pathlib, random, sys; from verl.models.fastest import fastest, keep_choices_in\n"
+        "import pathlib, random, sys; from verl.models.fastest import _read, _store, fastest, keep_choices_in\n"
         "keep_choices_in(pathlib.Path(sys.argv[1]))\n"
         "work = {name: random.randrange(10, 10000) for name in ('a', 'b', 'c')}\n"
         "ways = {name: lambda count=count: lambda: sum(range(count)) for name, count in work.items()}\n"
@@ -173,3 +173,12 @@ def test_benchmarks_record_the_make_of_the_processor(tmp_path: Path, monkeypatch
 
     save(tmp_path / "figures.json", {"rows": []})
     assert json.loads((tmp_path / "figures.json").read_text())["processor"] == processor()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"[]", b'"x"', b"null", b'{"key": ["plain"]}', None])
+def test_a_file_of_choices_that_is_none_is_passed_over(content: bytes | None, tmp_path: Path):
+    file = tmp_path / "fastest.json"
+    file.mkdir() if content is None else file.write_bytes(content)
+    assert _read(file) == {}
+    _store(file, "key", "plain")
+    assert content is None or _read(file) == {"key": "plain"}

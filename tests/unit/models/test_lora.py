@@ -2,12 +2,10 @@
 
 import asyncio
 import dataclasses
-import warnings
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -27,7 +25,6 @@ from verl.commands.merge import main as merge_main
 from verl.config import load_config
 from verl.config.rollout import RolloutConfig
 from verl.data.micro_batches import MicroBatching
-from verl.runtime.rank import RankInfo
 from verl.trainer.ppo.rollout_setup import build_standalone_engine
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
@@ -270,8 +267,8 @@ def started(folder, adapters, **how):
     return build_engine(folder, model={"lora_adapter_path": str(adapters)}, **how)
 
 
-def train_a_shard(folder, adapters, rows, strategy="fsdp2"):
-    engine = started(folder, adapters, strategy=strategy)
+def train_a_shard(folder, adapters, rows):
+    engine = started(folder, adapters)
     mine = random_batch().select(rows[engine.rank])
     engine.forward_backward(mine, SquaredLogprob(), MicroBatching(max_sequences=2))
     gradients = {name: gradient.clone().numpy() for name, gradient in engine.weights.full_gradients()}
@@ -282,8 +279,8 @@ def train_a_shard(folder, adapters, rows, strategy="fsdp2"):
     return gradients, base, {name: tensor.clone().numpy() for name, tensor in published}
 
 
-def save_shards(folder, adapters, rows, where, strategy):
-    engine = started(folder, adapters, dtype="fp32", strategy=strategy)
+def save_shards(folder, adapters, rows, where):
+    engine = started(folder, adapters, dtype="fp32")
     engine.forward_backward(random_batch().select(rows[engine.rank]), SquaredLogprob())
     engine.optim_step()
     engine.save(where)
@@ -299,13 +296,9 @@ def adapters(folder, tmp_path_factory):
     return where / "lora_adapter"
 
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-
-
-@STRATEGIES
-def test_two_ranks_of_shards_train_like_one(folder, adapters, strategy):
+def test_two_ranks_of_shards_train_like_one(folder, adapters):
     whole, _, changed = train_a_shard(folder, adapters, [list(range(6))])
-    for rank, (found, base, weights) in enumerate(run_ranks(2, train_a_shard, folder, adapters, ROWS, strategy)):
+    for rank, (found, base, weights) in enumerate(run_ranks(2, train_a_shard, folder, adapters, ROWS)):
         assert found.keys() == whole.keys() and all(".lora_" in name for name in found)
         for name, gradient in whole.items():
             assert abs(found[name] - gradient).max() <= 1e-10 * abs(gradient).max() + 1e-13
@@ -315,9 +308,8 @@ def test_two_ranks_of_shards_train_like_one(folder, adapters, strategy):
         assert abs(base - alone).max() < 1e-12
 
 
-@STRATEGIES
-def test_shards_of_two_ranks_are_saved_merged_and_apart_and_loaded_by_one(folder, adapters, tmp_path, strategy):
-    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved", strategy)
+def test_shards_of_two_ranks_are_saved_merged_and_apart_and_loaded_by_one(folder, adapters, tmp_path):
+    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved")
     engine = build(folder, dtype="fp32")
     engine.load(tmp_path / "saved", ("model", "optimizer"))
     expected = logits_of(engine.model)
@@ -330,9 +322,8 @@ def test_shards_of_two_ranks_are_saved_merged_and_apart_and_loaded_by_one(folder
         torch.testing.assert_close(logits_of(model.eval()), expected, rtol=1e-4, atol=1e-4)
 
 
-@STRATEGIES
-def test_shards_merged_by_the_command_and_joined_by_peft_are_the_trained_model(folder, adapters, tmp_path, strategy):
-    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved", strategy)
+def test_shards_merged_by_the_command_and_joined_by_peft_are_the_trained_model(folder, adapters, tmp_path):
+    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved")
     assert merge_main(["--local_dir", str(tmp_path / "saved"), "--target_dir", str(tmp_path / "merged")]) == 0
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -346,30 +337,11 @@ def test_shards_merged_by_the_command_and_joined_by_peft_are_the_trained_model(f
     assert not torch.allclose(logits_of(joined), logits_of(plain), rtol=1e-3)
 
 
-def warnings_of_two_steps(folder, adapters):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        RankInfo(dist.get_rank(), 2, dist.get_rank(), 2).init_process_group()
-        engine = started(folder, adapters, dtype="fp32", strategy="fsdp")
-        engine.forward_backward(random_batch().select(ROWS[engine.rank]), SquaredLogprob())
-        engine.optim_step()
-        dict(engine.weights.full_tensors())
-    return [str(warning.message) for warning in said]
-
-
-def test_torch_says_nothing_about_adapters_in_flat_shards(folder, adapters):
-    assert run_ranks(2, warnings_of_two_steps, folder, adapters) == [[], []]
-
-
 def mixed_types(folder, adapters):
     engine = started(folder, adapters, dtype="bf16")
     kinds = {(p.dtype, p.requires_grad) for _, p in engine.weights.named_parameters}
     engine.forward_backward(random_batch().select(ROWS[engine.rank]), SquaredLogprob())
     norm = engine.optim_step().values()["grad_norm"]
-    with pytest.raises(ConfigError, match=r"strategy=fsdp holds frozen weights and LoRA adapters in one type"):
-        started(folder, adapters, dtype="bf16", strategy="fsdp")
-    with pytest.raises(ConfigError, match=r"strategy=fsdp with fsdp_size=1"):
-        started(folder, adapters, dtype="fp32", strategy="fsdp", fsdp_size=1)
     return kinds, norm
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.dashboards import rules_for_prometheus
 from tests.conftest import skip_or_fail
-from verl.observe.alerts import ALERTS, FIRING, INACTIVE, PENDING, UNKNOWN, Timeline, alert_states, rules_for_prometheus
+from verl.observe.alerts import FIRING, INACTIVE, PENDING, UNKNOWN, Past, alert_states, past_steps
+from verl.observe.signs import ALERTS
 
 GRID_S = 30  # between two samples; every step ends at one
 STALE, MISMATCH = "training/off_policy/trajectory_staleness/max", "rollout_corr/k3_kl"
@@ -37,28 +39,28 @@ RUNS: dict[str, tuple[list[Step], int]] = {  # steps, seconds since the last
 }
 
 
-def timeline(name: str) -> Timeline:
+def timeline(name: str) -> list[Past]:
     steps, idle_s = RUNS[name]
     records = [{"step": i, "data": {"timing_s/step": s, **m}} for i, (s, m) in enumerate(steps, start=1)]
     replicas = [{"step": i, "lost": m.get("lost", 0)} for i, (_, m) in enumerate(steps, start=1)]
-    return Timeline.of(records, replicas, idle_s)
+    return [*past_steps(records, replicas, idle_s)]
 
 
-def series(line: Timeline) -> list[dict[str, str]]:
-    """What Prometheus reads every GRID_S from a driver whose steps are those of `line`."""
-    names = {name for data in line.data for name in data}
+def series(line: list[Past]) -> list[dict[str, str]]:
+    """What Prometheus reads every GRID_S from a driver with the steps of `line`."""
+    names = {name for past in line for name in past.step.metrics}
     errors, samples = 0.0, {}
-    for at in range(0, int(line.now) + 1, GRID_S):
-        done = [i for i, end in enumerate(line.ends) if end <= at]
+    for at in range(0, int(line[-1].next_end) + 1, GRID_S):
+        done = [past for past in line if past.end <= at]
         values: dict[str, float] = {"verl_reward_errors_total{}": 0.0}
         if done:
-            i = done[-1]
-            errors = sum(data.get("reward/errors", 0.0) for data in line.data[: i + 1])
-            values |= {f'verl_metric{{name="{n}"}}': line.data[i][n] for n in names if n in line.data[i]}
-            values['verl_stage_seconds{stage="step"}'] = line.data[i]["timing_s/step"]
-            values["verl_last_step_timestamp_seconds{}"] = line.ends[i]
+            last = done[-1].step
+            errors = sum(past.step.get("reward/errors") for past in done)
+            values |= {f'verl_metric{{name="{n}"}}': last.metrics[n] for n in names if n in last.metrics}
+            values['verl_stage_seconds{stage="step"}'] = last.metrics["timing_s/step"]
+            values["verl_last_step_timestamp_seconds{}"] = done[-1].end
             values["verl_reward_errors_total{}"] = errors
-            values["verl_replicas_lost{}"] = line.lost[i] or 0.0
+            values["verl_replicas_lost{}"] = last.lost
         samples[at] = values
     found = []
     for name in sorted({name for values in samples.values() for name in values}):
@@ -72,7 +74,7 @@ def series(line: Timeline) -> list[dict[str, str]]:
 
 def labels_of(alert: Any) -> dict[str, str]:
     own = {"VerlStaleness": {"name": STALE}, "VerlMismatch": {"name": MISMATCH}}
-    return {**LABELS, **own.get(alert.name, {}), "severity": alert.severity}
+    return {**LABELS, **own.get(alert.name, {}), "severity": "warning"}
 
 
 @pytest.mark.parametrize("name", list(RUNS))
@@ -84,13 +86,13 @@ def test_a_report_raises_what_prometheus_raises(name: str, tmp_path: Path):
     for rule in rules["groups"][0]["rules"]:
         del rule["annotations"]  # promtool would compare them as well
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules))
-    states = {found.alert.name: found for found in alert_states(line)}
+    states = {found.sign.name: found for found in alert_states(line)}
     cases = []
     for alert in ALERTS:
-        if alert.look is not None:
+        if alert.metric or alert.value:
             firing = states[alert.name].state == FIRING
             expected = [{"exp_labels": labels_of(alert)}] if firing else []
-            cases.append({"eval_time": f"{int(line.now)}s", "alertname": alert.name, "exp_alerts": expected})
+            cases.append({"eval_time": f"{int(line[-1].next_end)}s", "alertname": alert.name, "exp_alerts": expected})
     test = {"interval": f"{GRID_S}s", "input_series": series(line), "alert_rule_test": cases}
     whole = {"rule_files": ["rules.yml"], "evaluation_interval": f"{GRID_S}s", "tests": [test]}
     (tmp_path / "test.yml").write_text(yaml.safe_dump(whole))
@@ -116,5 +118,5 @@ def test_a_report_raises_what_prometheus_raises(name: str, tmp_path: Path):
     ],
 )
 def test_the_state_says_whether_and_after_which_step_an_alert_fired(name, alert, state, fired):
-    [found] = [found for found in alert_states(timeline(name)) if found.alert.name == alert]
+    [found] = [found for found in alert_states(timeline(name)) if found.sign.name == alert]
     assert (found.state, found.fired_at) == (state, fired)

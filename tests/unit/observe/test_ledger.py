@@ -1,6 +1,7 @@
 """The ledger gives back exactly what was recorded; dumps are readable JSON lines."""
 
 import json
+import os
 import shutil
 
 import pyarrow.parquet as pq
@@ -187,3 +188,29 @@ def test_stray_files_in_the_ledger_are_passed_over(tmp_path):
     assert ledger_steps(tmp_path) == [] and len(list(tmp_path.iterdir())) == 3
     (tmp_path / "².jsonl").write_text("")
     remove_dumps_after(tmp_path, 0)
+
+
+def test_a_resume_says_once_which_records_are_missing_cut_or_pipes(tmp_path, caplog):
+    ledger = Ledger(tmp_path)
+    for step in range(1, 8):
+        ledger.append(step, make_batch(step))
+    ledger.rewind(6)
+    assert not caplog.records
+    ledger_path(tmp_path, 2).unlink()
+    ledger_path(tmp_path, 3).write_bytes(ledger_path(tmp_path, 3).read_bytes()[:-40])
+    ledger_path(tmp_path, 4).unlink()
+    os.mkfifo(ledger_path(tmp_path, 4))
+    ledger.rewind(6)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "the records of 3 steps before this start are missing or damaged, first step 2" in said
+    Ledger(tmp_path, keep_steps=2).rewind(6)
+    assert len(caplog.records) == 1  # nobody keeps steps 2 to 4
+
+
+def test_damage_inside_a_record_is_said_by_whoever_reads_it(tmp_path):
+    path = Ledger(tmp_path).append(1, make_batch())
+    content = bytearray(path.read_bytes())
+    content[200] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"step_000001.parquet is damaged"):
+        read_ledger(tmp_path, 1)

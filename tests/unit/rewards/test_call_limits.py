@@ -1,14 +1,14 @@
 """Limits of calls: exact, in order, shared by the process; on an injected clock."""
 
 import asyncio
-import threading
-import time
+import os
 
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.rewards.bounded_calls import CallPool, RewardTimeoutError, TooManyHangingCallsError
-from verl.rewards.call_limits import CallLimits, LimitedCalls, limits_of_process
+from verl.rewards.base import RewardInput
+from verl.rewards.call_limits import CallLimits, limits_of_process
+from verl.rewards.reward_setup import build_reward
 
 
 class Time:
@@ -46,12 +46,13 @@ def starts_of(calls, lasts_s=0.0, pause=None, **limits):
         nonlocal running, most
         if pause and number >= pause[0]:
             await time.sleep(pause[1])
-        async with limits.turn():
-            starts.append((number, time.now - 1000))
-            running += 1
-            most = max(most, running)
-            await time.sleep(lasts_s)
-            running -= 1
+        await limits.enter()
+        starts.append((number, time.now - 1000))
+        running += 1
+        most = max(most, running)
+        await time.sleep(lasts_s)
+        running -= 1
+        limits.leave()
 
     async def main():
         await time.run(*map(call, range(calls)))
@@ -94,14 +95,16 @@ def test_who_is_cancelled_gives_its_turn_to_the_next():
         limits, order = CallLimits(1, None), []
 
         async def call(name):
-            async with limits.turn():
-                order.append(name)
-                await asyncio.sleep(0)
-
-        async with limits.turn():
-            tasks = {name: asyncio.ensure_future(call(name)) for name in "abcd"}
+            await limits.enter()
+            order.append(name)
             await asyncio.sleep(0)
-            tasks["b"].cancel()  # while it waits
+            limits.leave()
+
+        await limits.enter()
+        tasks = {name: asyncio.ensure_future(call(name)) for name in "abcd"}
+        await asyncio.sleep(0)
+        tasks["b"].cancel()  # while it waits
+        limits.leave()
         tasks["a"].cancel()  # after it was given its turn
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert order == ["c", "d"]
@@ -111,156 +114,18 @@ def test_who_is_cancelled_gives_its_turn_to_the_next():
     asyncio.run(main())
 
 
-def test_two_event_loops_share_one_limit():
-    limits, running, most, lock = CallLimits(2, None), 0, 0, threading.Lock()
-
-    def function():
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        threading.Event().wait(0.005)
-        with lock:
-            running -= 1
-        return 1.0
-
-    def loop():
-        outcomes = asyncio.run(LimitedCalls(CallPool(function, 8, 5.0), limits).run([{}] * 10))
-        done.extend(outcome.result for outcome in outcomes)
-
-    done = []
-    threads = [threading.Thread(target=loop) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert done == [1.0] * 30 and most == 2
-
-
-@pytest.mark.parametrize("how", ["timed out", "cancelled"])
-@pytest.mark.parametrize("kind", ["thread", "async"])
-def test_a_call_that_was_given_up_keeps_its_turn_until_it_has_ended(kind, how):
-    running, most, lock, has_begun = 0, 0, threading.Lock(), threading.Event()
-
-    def count(step):
-        nonlocal running, most
-        with lock:
-            running += step
-            most = max(most, running)
-        has_begun.set()
-
-    def function(number):
-        count(1)
-        time.sleep(1.0 if number == 0 else 0.01)
-        count(-1)
-
-    async def stubborn(number):
-        count(1)
-        end = time.monotonic() + (1.0 if number == 0 else 0.01)
-        while (left := end - time.monotonic()) > 0:
-            try:
-                await asyncio.sleep(left)
-            except asyncio.CancelledError:
-                continue
-        count(-1)
-
+def test_who_is_cancelled_while_it_waits_for_its_minute_gives_its_turn_back():
     async def main():
-        if how == "timed out":
-            first, *others = await calls.run([{"number": number} for number in range(4)])
-            assert isinstance(first.error, RewardTimeoutError)
-        else:
-            first = asyncio.create_task(calls.run([{"number": 0}]))
-            await asyncio.to_thread(has_begun.wait, 30)
-            first.cancel()
-            others = await calls.run([{"number": number} for number in range(1, 4)])
-            assert first.cancelled()
-        assert [one.error for one in others] == [None] * 3
-
-    limit_s = 0.2 if how == "timed out" else 5.0
-    calls = LimitedCalls(CallPool(function if kind == "thread" else stubborn, 4, limit_s), CallLimits(1, None))
-    asyncio.run(main())
-    assert most == 1 and running == 0
-
-
-def test_a_call_that_is_cancelled_before_a_thread_takes_it_gives_its_turn_back():
-    ends, pool = threading.Event(), None
-
-    async def main():
-        busy = asyncio.create_task(pool.run([{"number": 0}]))
-        await asyncio.sleep(0.1)
-        waits = asyncio.create_task(calls.run([{"number": 1}]))  # it has a turn, and no thread
-        await asyncio.sleep(0.1)
+        limits = CallLimits(1, 1)
+        await limits.enter()
+        limits.leave()
+        waits = asyncio.ensure_future(limits.enter())  # for a minute
+        await asyncio.sleep(0.01)
         waits.cancel()
         await asyncio.wait({waits})
-        async with asyncio.timeout(5), limits.turn():
-            ends.set()
-        assert (await busy)[0].error is None
+        assert not limits._turns.locked()
 
-    limits, pool = CallLimits(1, None), CallPool(lambda number: ends.wait(30), 1, None)
-    calls = LimitedCalls(pool, limits)
     asyncio.run(main())
-
-
-def test_calls_that_were_given_up_and_never_end_are_an_error(monkeypatch):
-    monkeypatch.setattr("verl.rewards.call_limits.LONGEST_KEPT_S", 0.3)
-    ends = threading.Event()
-    calls = LimitedCalls(CallPool(lambda: ends.wait(60), 4, 0.1), CallLimits(2, None))
-    with pytest.raises(TooManyHangingCallsError, match=r"all reward\.max_concurrent=2 calls were given up"):
-        asyncio.run(calls.run([{}] * 3))
-    ends.set()
-
-
-async def take(limits, order=None, name=None):
-    async with limits.turn():
-        if order is not None:
-            order.append(name)
-
-
-def test_a_turn_goes_past_who_waits_in_an_event_loop_that_is_stopped():
-    limits, other, order = CallLimits(1, None), asyncio.new_event_loop(), []
-
-    async def main():
-        async with limits.turn():
-            waits = other.create_task(take(limits, order, "other"))
-            await asyncio.to_thread(other.run_until_complete, asyncio.sleep(0.05))
-        async with asyncio.timeout(5):
-            await take(limits, order, "here")
-        return waits
-
-    waits = asyncio.run(main())
-    other.run_until_complete(asyncio.wait_for(waits, 5))  # it has its turn when its loop runs again
-    other.close()
-    assert order == ["here", "other"]
-
-
-def test_a_turn_that_an_event_loop_got_while_it_stopped_is_taken_back():
-    limits, other, order = CallLimits(1, None), asyncio.new_event_loop(), []
-    stops, given = threading.Event(), threading.Event()
-
-    def stop():
-        other.stop()
-        stops.set()
-        given.wait(10)  # what is given now, the loop does not hear of
-
-    async def main():
-        async with limits.turn():
-            waits = other.create_task(take(limits, order, "other"))
-            other.call_later(0.1, stop)
-            thread = threading.Thread(target=other.run_forever)
-            thread.start()
-            await asyncio.to_thread(stops.wait, 10)
-        here = asyncio.ensure_future(take(limits, order, "here"))
-        await asyncio.sleep(0)
-        given.set()
-        await asyncio.to_thread(thread.join)
-        async with asyncio.timeout(5):
-            await here
-        return waits
-
-    waits = asyncio.run(main())
-    other.run_until_complete(asyncio.wait_for(waits, 5))
-    other.close()
-    assert order == ["here", "other"]
 
 
 def limited(*overrides):
@@ -278,3 +143,44 @@ def test_tokens_a_minute_are_calls_a_minute_of_the_estimate():
     assert limited("max_tpm=10000", "max_rpm=3", "max_concurrent=9") is limited("max_rpm=3", "max_concurrent=9")
     with pytest.raises(ConfigError, match=r"max_tpm=1000 is below reward\.estimated_tokens_per_request=2000"):
         limited("max_tpm=1000")
+
+
+LIMITED = """
+import fcntl, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with open(ground_truth, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return 0.0  # another call runs
+        if solution_str == "begin":
+            open(ground_truth + ".begun", "w").close()
+        time.sleep(float(extra_info["lasts"]))
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("how", ["timed out", "cancelled"])
+def test_a_call_that_was_given_up_keeps_its_turn_until_it_has_ended(tmp_path, how):
+    (tmp_path / "mine.py").write_text(LIMITED)
+    path = f"reward.custom_reward_function.path={tmp_path / 'mine.py'}"
+    limit = f"reward.timeout_s={0.6 if how == 'timed out' else 30}"
+    names = ["reward.reward_manager.name=rate_limited", "reward.on_error=count", limit]
+    reward, lock = build_reward(load_config([path, *names]), None), str(tmp_path / "lock")
+
+    def item(text, lasts):
+        return RewardInput("toy", text, lock, {"lasts": lasts}, where=text)
+
+    async def main():
+        lasts = 90 if how == "timed out" else 1
+        first = asyncio.create_task(reward.score([item("begin", lasts)]))
+        while not os.path.exists(lock + ".begun"):
+            await asyncio.sleep(0.01)
+        if how == "cancelled":
+            first.cancel()
+        found = await reward.score([item(f"{n}", 0.05) for n in range(3)])
+        await asyncio.gather(first, return_exceptions=True)
+        return [one.value for one in found]
+
+    assert asyncio.run(main()) == [1.0] * 3

@@ -1,18 +1,16 @@
 """Further attempts, and a budget of errors."""
 
 import asyncio
-import itertools
 import logging
-import threading
 
 import pytest
 
 from verl.config import load_config
 from verl.rewards import call_retries
 from verl.rewards.base import RewardInput
-from verl.rewards.bounded_calls import CallPool
 from verl.rewards.call_retries import RetriedCalls
 from verl.rewards.function_reward import CallRules, FunctionReward
+from verl.rewards.here import Here
 from verl.rewards.reward_setup import build_reward
 from verl.utils.errors import RewardError
 
@@ -46,7 +44,7 @@ def test_a_call_that_raises_is_made_again_and_the_attempts_are_counted(is_async)
     async def as_async(data_source, solution_str, ground_truth, extra_info=None):
         return function(data_source, solution_str, ground_truth)
 
-    reward = FunctionReward(as_async if is_async else function, "f", rules=CallRules(retries=2))
+    reward = FunctionReward(Here(as_async if is_async else function), "f", rules=CallRules(retries=2))
     assert [(one.value, one.retries) for one in score(reward, "a", "b")] == [(1.0, 2), (1.0, 2)]
     assert calls == {"a": 3, "b": 3}
 
@@ -54,15 +52,15 @@ def test_a_call_that_raises_is_made_again_and_the_attempts_are_counted(is_async)
 def test_after_the_last_attempt_the_error_is_an_error():
     function, calls = failing(3)
     with pytest.raises(RewardError, match="the service is away"):
-        score(FunctionReward(function, "f", rules=CallRules(retries=2)), "a")
-    (found,) = score(FunctionReward(failing(9)[0], "f", rules=CallRules(retries=1, on_error="count")), "a")
+        score(FunctionReward(Here(function), "f", rules=CallRules(retries=2)), "a")
+    (found,) = score(FunctionReward(Here(failing(9)[0]), "f", rules=CallRules(retries=1, on_error="count")), "a")
     assert found.value is None and found.retries == 1 and "OSError" in found.error and calls == {"a": 3}
 
 
 def test_a_result_of_a_wrong_type_is_not_tried_again():
     function, calls = failing(0, result="good")
     with pytest.raises(RewardError, match="expected a number"):
-        score(FunctionReward(function, "f", rules=CallRules(retries=5)), "a")
+        score(FunctionReward(Here(function), "f", rules=CallRules(retries=5)), "a")
     assert calls == {"a": 1}
 
 
@@ -72,17 +70,17 @@ def test_a_data_source_without_a_scorer_is_not_tried_again():
     assert found.retries == 0 and "no reward is known" in found.error
 
 
-def test_a_call_beyond_its_limit_is_made_again():
-    hang, count = threading.Event(), itertools.count()
-
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        if next(count) == 0:
-            hang.wait(30)
-        return 0.5
-
-    (found,) = score(FunctionReward(compute_score, "f", rules=CallRules(timeout_s=0.2, retries=1)), "a")
-    hang.set()
-    assert (found.value, found.retries) == (0.5, 1)
+def test_a_call_beyond_its_limit_is_made_again(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    if not os.path.exists({str(tmp_path / 'called')!r}):\n"
+        f"        open({str(tmp_path / 'called')!r}, 'w').close()\n"
+        f"        time.sleep(30)\n"
+        f"    return 0.5\n"
+    )
+    path = f"reward.custom_reward_function.path={tmp_path / 'mine.py'}"
+    (found,) = score(build_reward(load_config([path, "reward.timeout_s=0.3", "reward.retries=1"]), None), "a")
+    assert (found.value, found.retries, found.processes_lost) == (0.5, 1, 1)
 
 
 def test_waits_double_up_to_a_minute_and_are_the_same_in_each_run(monkeypatch):
@@ -96,7 +94,7 @@ def test_waits_double_up_to_a_minute_and_are_the_same_in_each_run(monkeypatch):
 
         function, _ = failing(99)
         kwargs = dict.fromkeys(("data_source", "solution_str", "ground_truth"), "x")
-        asyncio.run(RetriedCalls(CallPool(function, 1, None), 9, sleep).run([kwargs]))
+        asyncio.run(RetriedCalls(Here(function), 9, sleep).call([kwargs]))
         return slept
 
     first = waits()

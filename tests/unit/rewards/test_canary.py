@@ -14,6 +14,8 @@ from verl.config.reward import CustomRewardConfig, RewardManagerConfig
 from verl.rewards.base import RewardInput
 from verl.rewards.canary import Canary, canary_of, gold_answer, is_storable
 from verl.rewards.function_reward import CallRules, FunctionReward
+from verl.rewards.here import Here
+from verl.rewards.reward_setup import function_reward
 from verl.rewards.scorer_lookup import score_row
 from verl.utils.errors import RewardError
 
@@ -27,7 +29,7 @@ class Steps:
 
     def __init__(self, function: Callable[..., Any], on_error: str = "stop", **settings: Any):
         config = RewardConfig(canary_size=4, **settings)
-        self.reward = FunctionReward(function, "mine", rules=CallRules(on_error=on_error, num_threads=1))
+        self.reward = FunctionReward(Here(function), "mine", rules=CallRules(on_error=on_error, num_threads=1))
         self.canary, self.step = Canary(self.reward, config), 0
 
     def take(self, inputs: list[RewardInput] | None = None) -> dict[str, float]:
@@ -206,7 +208,7 @@ def test_the_gold_answer_is_read_by_the_built_in_scorers():
     ],
 )
 def test_it_is_on_where_calls_cost_no_money(settings: dict[str, Any], is_on: bool):
-    assert (canary_of(RewardConfig(**settings), FunctionReward(score, "mine")) is not None) == is_on
+    assert (canary_of(RewardConfig(**settings), FunctionReward(Here(score), "mine")) is not None) == is_on
 
 
 def test_an_async_function_is_not_called_more_often_unless_asked_for(tmp_path):
@@ -214,6 +216,36 @@ def test_an_async_function_is_not_called_more_often_unless_asked_for(tmp_path):
         "async def ask(data_source, solution_str, ground_truth, **more):\n  return 1\n"
     )
     custom = CustomRewardConfig(path=str(tmp_path / "service.py"), name="ask")
-    reward = FunctionReward(score, "mine")
+    reward = function_reward(RewardConfig(custom_reward_function=custom))
     assert canary_of(RewardConfig(custom_reward_function=custom), reward) is None
     assert canary_of(RewardConfig(custom_reward_function=custom, canary_size=2), reward) is not None
+
+
+def test_a_reward_that_fails_for_fixed_answers_alone_is_said_once(caplog):
+    broken = []
+
+    def fails_later(data_source, solution_str, ground_truth, extra_info=None):
+        if broken and solution_str in broken:
+            raise ValueError("no such answer")
+        return 1.0
+
+    steps = Steps(fails_later, on_error="count")
+    steps.take()
+    steps.take()
+    assert not caplog.records
+    broken.append("it is 0")
+    others = answers()[4:]
+    for _ in range(3):
+        assert steps.take(others)["reward/canary/failed"] == 1.0
+    [said] = [r.getMessage() for r in caplog.records if "fixed answers" in r.getMessage()]
+    assert "fails for 1 of 4 fixed answers" in said and "row 0" in said and "no such answer" in said
+
+
+def test_a_reward_that_cannot_read_gold_answers_is_said(caplog):
+    def wants_digits(data_source, solution_str, ground_truth, extra_info=None):
+        if not solution_str.startswith("it is"):
+            raise ValueError(f"cannot read {solution_str}")
+        return 1.0
+
+    Steps(wants_digits).take()
+    assert "the reward fails for gold answers" in caplog.records[0].getMessage()

@@ -10,7 +10,6 @@ from verl.rewards.scorer_lookup import default_compute_score, score_row
 from verl.rewards.scorers import code
 from verl.rewards.scorers.code import extract_code
 from verl.rewards.scorers.code_tests import is_same_output, is_same_value, read_tests
-from verl.utils.reward_score import prime_code
 
 DOUBLE = "Thus:\n```python\nn = int(input())\nprint(n * 2)\n```\nDone."
 ADD = "```python\nclass Solution:\n    def add(self, a: List[int], b: int) -> int:\n        return sum(a) + b\n```"
@@ -26,7 +25,6 @@ def test_the_score_is_the_share_of_tests_that_pass(as_truth):
     assert score_row("taco", DOUBLE, truth, continuous=False)["score"] == 0.0
     for source in ("codecontests", "apps", "codeforces", "taco"):
         assert default_compute_score(source, DOUBLE, truth) == 0.75
-    assert prime_code.compute_score(DOUBLE, truth) == 0.75
 
 
 def test_functions_are_called_in_a_class_or_alone_with_arguments_as_values_or_lines_of_json():

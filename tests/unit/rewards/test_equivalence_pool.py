@@ -17,6 +17,7 @@ from verl.rewards.scorers import equivalence_pool
 from verl.rewards.scorers.equivalence_pool import EquivalencePool, shared_pool
 from verl.rewards.scorers.math_reward import score_answer
 from verl.utils.errors import ConfigError, DataError
+from verl.workers.rollout.child import AskedChild
 
 HANGS = "9^{9^{9^{9}}}"
 
@@ -51,8 +52,8 @@ def test_many_threads_share_the_children_and_each_gets_its_own_verdict():
 def test_a_child_that_was_ended_from_outside_is_replaced(pool):
     assert pool.compare("2x", "x+x") is True
     child = pool._slots._free.get()
-    child._process.kill()
-    child._process.wait()
+    child._asked.child.process.kill()
+    child._asked.child.process.wait()
     pool._slots._free.put(child)
     assert pool.compare("2x", "x+x") is None
     assert pool.compare("2x", "x+x") is True
@@ -62,7 +63,7 @@ def test_a_child_that_was_ended_from_outside_is_replaced(pool):
 def test_a_child_may_not_take_all_memory(pool):
     assert pool.compare("2x", "x+x") is True
     child = pool._slots._free.get()
-    limits = Path(f"/proc/{child._process.pid}/limits").read_text().splitlines()
+    limits = Path(f"/proc/{child._asked.child.process.pid}/limits").read_text().splitlines()
     pool._slots._free.put(child)
     assert [line.split()[3:5] for line in limits if line.startswith("Max address space")] == [[str(1 << 30)] * 2]
 
@@ -118,7 +119,7 @@ def test_children_end_with_their_parent_however_it_ends():
     code = (
         "import os, signal\nfrom verl.rewards.scorers.equivalence_pool import EquivalencePool\n"
         "pool = EquivalencePool(size=1)\npool.compare('2x', 'x+x')\nchild = pool._slots._free.get()\n"
-        "print(child._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(child._asked.child.process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     child = Path(f"/proc/{int(done.stdout)}/cmdline")
@@ -140,10 +141,9 @@ def test_without_math_verify_the_scorer_is_refused_with_the_extra(monkeypatch):
 
 def test_a_child_that_cannot_import_math_verify_says_why():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-S", "-P", equivalence_pool._CHILD_FILE], capture_output=True, text=True, env=environment
-    )
-    assert "No module named 'latex2sympy2_extended'" in json.loads(done.stdout)["error"]
+    asked = AskedChild([sys.executable, "-S", "-P", str(equivalence_pool._CHILD_FILE)], environment)
+    assert "No module named 'latex2sympy2_extended'" in json.loads(asked.receive(60.0))["error"]
+    asked.close()
 
 
 def test_rows_whose_scorer_lacks_its_extra_are_refused_before_anything_is_scored(monkeypatch, tmp_path):

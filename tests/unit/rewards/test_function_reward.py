@@ -12,6 +12,7 @@ import torch
 
 from verl.rewards.base import RewardInput, Score
 from verl.rewards.function_reward import CallRules, FunctionReward
+from verl.rewards.here import Here
 from verl.rewards.score_reading import read_score
 from verl.utils.errors import ConfigError, RewardError
 
@@ -27,7 +28,9 @@ def score(reward, *inputs):
 
 
 def wrap(function, kwargs=None, **rules):
-    return FunctionReward(function, "compute_score (mine.py)", kwargs, CallRules(**rules))
+    """The reward of a function object, called in this process."""
+    name = "compute_score (mine.py)"
+    return FunctionReward(Here(function, name, kwargs, rules.get("num_threads", 8)), name, CallRules(**rules))
 
 
 # what a function may return
@@ -139,18 +142,6 @@ def test_scores_come_in_the_order_of_the_inputs(kind):
     reward = wrap(sync if kind == "sync" else coroutine)
     for _ in range(2):  # a second event loop, the same reward
         assert [s.value for s in score(reward, *(item(str(i)) for i in range(30)))] == list(range(30))
-
-
-def test_async_functions_keep_one_event_loop_for_the_whole_run():
-    loops = set()
-
-    async def remember(**_):
-        loops.add(id(asyncio.get_running_loop()))
-        return 1
-
-    reward = wrap(remember)
-    score(reward), score(reward)
-    assert len(loops) == 1
 
 
 def test_sync_functions_run_side_by_side_but_no_more_than_num_workers():
@@ -294,98 +285,6 @@ def test_counted_errors_leave_no_value_and_one_of_a_kind_is_in_the_log(caplog):
 def test_a_function_with_the_wrong_parameters_is_refused_before_the_run(function, message):
     with pytest.raises(ConfigError, match=message):
         wrap(function)
-
-
-# time
-
-
-def test_a_call_that_hangs_is_timed_out_and_the_others_are_still_scored():
-    release = threading.Event()
-
-    def function(solution_str, **_):
-        if solution_str != "hang":
-            return 1.0
-        return float(release.wait(90))
-
-    reward = wrap(function, on_error="count", timeout_s=0.5, num_threads=1)
-    scores = score(reward, item("a"), item("hang"), item("b"), item("hang"), item("c"))
-    assert [s.value for s in scores] == [1.0, None, 1.0, None, 1.0]
-    assert "reward.timeout_s=0.5" in scores[1].error
-    assert [s.value for s in score(reward, item("a"))] == [1.0]  # fresh threads took over
-    release.set()
-
-
-def test_waiting_for_a_turn_is_not_running_time():
-    def function(**_):
-        time.sleep(0.05)
-        return 1.0
-
-    reward = wrap(function, timeout_s=0.5, num_threads=1)
-
-    async def several():  # the last call's only answer waits behind 25 others
-        first = asyncio.create_task(reward.score([item()] * 25))
-        await asyncio.sleep(0.05)
-        return [await reward.score([item()]), await first]
-
-    assert all(verdict.value == 1.0 for scores in asyncio.run(several()) for verdict in scores)
-
-
-def test_an_async_call_that_hangs_is_timed_out():
-    async def function(solution_str, **_):
-        await asyncio.sleep(90 if solution_str == "hang" else 0)
-        return 1.0
-
-    scores = score(wrap(function, on_error="count", timeout_s=0.2), item("a"), item("hang"), item("b"))
-    assert [s.value for s in scores] == [1.0, None, 1.0] and "reward.timeout_s=0.2" in scores[1].error
-
-
-def test_a_busy_event_loop_does_not_make_async_calls_late():
-    async def function(solution_str, **_):
-        if solution_str == "busy":
-            time.sleep(0.6)  # holds the loop up for longer than the limit
-            return 1.0
-        await asyncio.sleep(0.1)
-        return 1.0
-
-    scores = score(wrap(function, timeout_s=0.4), item("a"), item("busy"), item("b"))
-    assert [s.value for s in scores] == [1.0, 1.0, 1.0]
-
-
-def test_a_process_that_was_stopped_makes_no_sync_call_late():
-    """Like Ctrl-Z, a caller that holds its event loop lets the wall's clock run on while no limit is looked at."""
-    resumed = threading.Event()
-
-    async def held_up():
-        reward = wrap(lambda **_: float(resumed.wait(30)), timeout_s=0.4)
-        task = asyncio.create_task(reward.score([item()]))
-        await asyncio.sleep(0.05)
-        time.sleep(0.6)
-        resumed.set()
-        return await task
-
-    assert asyncio.run(held_up())[0].value == 1.0
-
-
-def test_an_async_function_that_blocks_its_loop_for_good_is_named(monkeypatch):
-    monkeypatch.setattr("verl.rewards.bounded_calls._ASYNC_POLL_INTERVAL_S", 0.1)
-    release = threading.Event()
-
-    async def function(**_):
-        release.wait(30)
-        return 1.0
-
-    with pytest.raises(RewardError, match=r"compute_score \(mine.py\): the async function has blocked its event loop"):
-        score(wrap(function, timeout_s=0.2, on_error="count"))
-    release.set()
-
-
-def test_too_many_hanging_calls_stop_the_run_even_where_errors_are_counted(monkeypatch):
-    monkeypatch.setattr("verl.rewards.bounded_calls.MAX_ABANDONED_CALLS", 3)
-    release = threading.Event()
-    reward = wrap(lambda **_: release.wait(30), on_error="count", timeout_s=0.05, num_threads=4)
-    with pytest.raises(RewardError, match="4 calls have not returned"):
-        score(reward, *(item() for _ in range(10)))
-    release.set()
 
 
 @pytest.mark.parametrize(("key", "value"), [("on_error", "ignore"), ("timeout_s", 0.0)])

@@ -10,7 +10,7 @@ WIDE = {ord(ascii): chr(ord(ascii) + 0xFEE0) for ascii in "0123456789,.-"}
 
 
 def mutations(gold: int) -> list[tuple[str, str, bool]]:
-    """(kind, answer, whether the rule of docs/scorers.md says that it is right), `gold` not 0."""
+    """(kind, answer, whether the rule of docs/rewards/scorers.md says that it is right), `gold` not 0."""
     other = gold + 1
     return [
         ("wrong number", f"#### {other}", False),

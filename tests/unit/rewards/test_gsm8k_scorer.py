@@ -113,3 +113,10 @@ def test_a_long_answer_is_read_in_no_time():
     assert extract_answer("#### " + "$ " * 100_000) is None
     assert extract_answer("1" * 100_000 + "x", "flexible") is not None
     assert time.monotonic() - started < 30  # a tenth of a second; patterns took minutes
+
+
+def test_every_digit_of_a_long_number_counts():
+    digits = "1234567890" * 5
+    assert extract_answer(f"#### {digits}1.50") == f"{digits}1.5"
+    assert compute_score(f"#### -{digits}1", f"-{digits}1") == 1.0
+    assert compute_score(f"#### {digits}1", f"{digits}2") == 0.0

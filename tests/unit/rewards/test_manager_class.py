@@ -14,9 +14,11 @@ from verl.rewards.managers import check_reward_manager
 from verl.rewards.one_answer import NotInAnswerError, OneAnswer
 from verl.rewards.reward_setup import build_reward
 from verl.utils.errors import RewardError
+from verl.utils.external_code import load_module
 
 PUBLISHED = """
 import inspect
+from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
@@ -32,8 +34,8 @@ class Published(RewardManagerBase):
         super().__init__(config, tokenizer, compute_score)
         self.is_async = inspect.iscoroutinefunction(compute_score)
 
-    async def run_single(self, data):
-        assert len(data) == 1
+    async def run_single(self, data: DataProto) -> dict:
+        assert isinstance(data, DataProto) and len(data) == 1 and not data.meta_info
         item = data[0]
         response_ids = item.batch["responses"]
         length = response_ids.shape[-1]
@@ -49,7 +51,7 @@ class Published(RewardManagerBase):
             result = await self.compute_score(**row)
         else:
             result = await self.loop.run_in_executor(None, lambda: self.compute_score(**row))
-        return {"reward_score": result, "reward_extra_info": {"acc": result > 1, "text": text}}
+        return {"reward_score": result, "reward_extra_info": {"acc": result > 1, "text": text, "made": self.made}}
 """
 FUNCTION = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):\n"
 FUNCTION += "    return scale * (len(solution_str) + float(ground_truth) + extra_info['index'])\n"
@@ -102,12 +104,13 @@ def test_a_manager_as_published_ones_are_scores_every_answer(tmp_path, prefix):
     reward = made(tmp_path, scale, "data.max_response_length=9", function=prefix + FUNCTION)
     found = score(reward, answer("ab"), answer("abcd", 3))
     assert [one.value for one in found] == [18.0, 28.0]
-    assert found[1].extra == {"acc": True, "text": "abcd"}
-    assert registry()["published_manager"].cls.made == [9]
+    assert found[1].extra == {"acc": True, "text": "abcd", "made": [9]}
 
 
 def test_a_registered_manager_is_found_by_its_name(tmp_path):
-    made(tmp_path)  # loads the file, as VERL_USE_EXTERNAL_MODULES would
+    (tmp_path / "manager.py").write_text(PUBLISHED)
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    load_module(str(tmp_path / "manager.py"), "model.external_lib")
     overrides = [f"reward.custom_reward_function.path={tmp_path / 'mine.py'}"]
     reward = build_reward(load_config([*overrides, "reward.reward_manager.name=published_manager"]), Tokenizer())
     assert score(reward, answer("ab"))[0].value == 9.0
@@ -223,3 +226,14 @@ def test_a_legacy_run_names_its_manager_by_the_old_keys(tmp_path, recwarn):
     config = load_config([*old, f"reward_model.reward_loop_module_path={tmp_path / 'manager.py'}"])
     found = config.reward.reward_manager
     assert (found.source, found.name, found.module.path) == ("importlib", "Published", str(tmp_path / "manager.py"))
+
+
+def test_what_a_data_proto_has_more_than_an_answer_names_the_replacement():
+    from verl import DataProto
+
+    assert not hasattr(DataProto, "from_single_dict")
+    for name in ("from_dict", "concat", "load_from_disk"):
+        with pytest.raises(NotInAnswerError, match=rf"DataProto\.{name} is not provided: .*verl\.data\.batch\.Batch"):
+            getattr(DataProto, name)
+    with pytest.raises(NotInAnswerError, match=r"no DataProto can be made: .*own_reward_manager\.md"):
+        DataProto(batch={}, non_tensor_batch={}, meta_info={})

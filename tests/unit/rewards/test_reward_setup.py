@@ -46,11 +46,11 @@ def test_the_custom_function_of_a_module_is_found(tmp_path, monkeypatch, path):
     assert score(build_reward(run_config(custom_reward_function=custom(path)), None))[0].value == 2.0
 
 
-def test_a_file_runs_once_however_often_it_is_asked_for(tmp_path):
+def test_a_file_runs_once_in_the_process_of_each_reward(tmp_path):
     (tmp_path / "once.py").write_text(f"print('loaded', file=open({str(tmp_path / 'log')!r}, 'a'))\n" + FUNCTION)
     config = run_config(custom_reward_function=custom(tmp_path / "once.py"))
-    build_reward(config, None), build_reward(config, None)
-    assert (tmp_path / "log").read_text() == "loaded\n"
+    assert [score(build_reward(config, None))[0].value for _ in range(2)] == [2.0, 2.0]
+    assert (tmp_path / "log").read_text() == "loaded\n" * 2
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from verl.rewards.scorer_lookup import score_row
 from verl.rewards.scorers import sandbox_fusion
 from verl.utils import reward_score
 from verl.utils.errors import ConfigError
+from verl.utils.reward_score.sandbox_fusion.utils import check_correctness
 
 DOUBLE = "```python\nprint(int(input()) * 2)\n```"
 TRUTH = {"inputs": ["1", "2"], "outputs": ["2", "5"]}
@@ -93,8 +94,12 @@ def test_programs_and_functions_run_on_the_server_and_are_judged_here(server):
     answer = "```python\ndef f(x: List[int], y):\n    print('noise')\n    return 'expected-' + y, sum(x)\n```"
     assert score_row("taco", answer, truth, sandbox_fusion_url=server.url)["acc"] == 1.0
     assert "expected-a" not in json.dumps(server.requests)
-    score = reward_score.sandbox_fusion.compute_score(DOUBLE, json.dumps(TRUTH), sandbox_fusion_url=server.url)
-    assert score == 0.5
+    semaphore = threading.Semaphore(1)
+    score, known = reward_score.sandbox_fusion.compute_score(server.url, semaphore, 77, DOUBLE, json.dumps(TRUTH))
+    assert score == 0.5 and [one["status"] for one in known] == ["success", "wrong_answer"]
+    assert known[1]["stdout"] == "4\n" and server.requests[-1]["memory_limit_MB"] == 77
+    found = check_correctness(server.url, TRUTH, "print(int(input()) * 2)", 10, concurrent_semaphore=semaphore)
+    assert found[0] == [True, False] and server.requests[-1]["memory_limit_MB"] == 1024
 
 
 def test_a_busy_server_is_asked_again(server):

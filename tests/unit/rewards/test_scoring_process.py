@@ -1,12 +1,11 @@
-"""The managers `remote` and `prime`: the function runs in processes of its own."""
+"""The function runs in processes of its own: one for all calls, or with `remote` and `prime` one for each of them."""
 
 import asyncio
 import logging
 import os
-import queue
+import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from verl.config import ConfigError, load_config
 from verl.rewards.base import RewardInput
 from verl.rewards.reward_setup import build_reward
-from verl.rewards.scoring_process import ProcessFunction, end_scoring_processes
+from verl.rewards.scoring_pool import end_scoring_processes, scoring_processes
 from verl.utils.errors import RewardError
 
 FUNCTION = """
@@ -43,6 +42,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if act == "change":
         os.chdir("/")
         sys.stdout = None
+    if act == "wait":  # until somebody makes the file
+        while not os.path.exists(argument):
+            time.sleep(0.01)
+        argument = 0
+    if act == "sleep":
+        time.sleep(float(argument))
+    if act == "begin":
+        open(argument, "w").close()
+        time.sleep(0.5)
+        argument = 0
+    if act == "pid":
+        open(argument, "a").write(f"{os.getpid()} ")
+        argument = 0
     if act == "object":
         return {"score": 1.0, "extra": object()}
     if act == "text":
@@ -128,8 +140,8 @@ def test_errors_have_the_traceback_of_the_function_and_results_are_checked_as_ev
         score(reward, "raise luck")
     with pytest.raises(RewardError, match="expected a number, a bool or a dict with 'score', got str"):
         score(reward, "text")
-    with pytest.raises(RewardError, match="what it returned cannot leave its process: a object is no number"):
-        score(reward, "object")
+    (found,) = score(reward, "object")
+    assert found.value == 1.0 and found.extra["extra"].startswith("<object object at")
     (found,) = score(reward, "numpy")
     assert found.value == 0.5 and found.extra == {"acc": True, "parts": [0, 1, 2]}
     with pytest.raises(RewardError, match="the row cannot travel to another process"):
@@ -177,14 +189,16 @@ def test_prime_needs_a_limit():
 
 
 DRIVER = """
-import asyncio, sys, time
+import asyncio, sys
 from verl.rewards.scoring_child import ScorerSource
-from verl.rewards.scoring_process import LocalChild, ProcessFunction
-source = ScorerSource(sys.argv[1], "compute_score", {}, tuple(sys.path))
-function = ProcessFunction(lambda: LocalChild(source), 1, None)
+from verl.rewards.scoring_pool import ScoringPool
+from verl.rewards.scoring_process import LocalChild
+pool = ScoringPool(ScorerSource(sys.argv[1], "compute_score", {}, tuple(sys.path)), LocalChild.start)
 row = dict(data_source="toy", ground_truth="7", extra_info=None)
-print(function(solution_str="add 1", **row)["pid"], flush=True)
-function(solution_str="hang", **row)
+async def main():
+    print((await pool.call([dict(solution_str="add 1", **row)]))[0].result["pid"], flush=True)
+    await pool.call([dict(solution_str="hang", **row)])
+asyncio.run(main())
 """
 
 
@@ -203,56 +217,152 @@ def test_no_process_outlives_a_driver_that_was_killed(tmp_path):
     assert not is_running(pid)
 
 
-class Sleeper:
-    """A child that answers when it is told to, and not any more once it was killed."""
-
-    def __init__(self, answers):
-        self.answers, self.called, self.is_dead = answers, threading.Event(), False
-
-    def call(self, kwargs, limit_s):
-        assert not self.is_dead
-        self.called.set()
-        assert self.answers.wait(10)
-        return {"result": 1.0}
-
-    def kill(self):
-        self.is_dead = True
-
-
-def test_closing_while_calls_run_loses_no_place_for_a_process():
-    function = ProcessFunction(lambda: Sleeper(threading.Event()), 2, None)
-    free = function._slots._free
-    race = iter([free.get])  # another thread takes a place while those that are free are being listed
-
-    def get_nowait():
-        next(race, lambda: None)()
-        return queue.LifoQueue.get_nowait(free)
-
-    free.get_nowait = get_nowait
-    function.close()
-    free.put(None)  # its call is done
-    assert free.qsize() == 2
-
-
-def test_a_process_that_was_ended_at_the_end_of_its_call_is_not_called_again():
-    answers, children = threading.Event(), []
-
-    def start():
-        children.append(Sleeper(answers))
-        return children[-1]
-
-    function = ProcessFunction(start, 1, None)
-    caller = threading.Thread(target=function)
-    caller.start()
-    while not children:
-        time.sleep(0.01)
-    assert children[0].called.wait(10)
-    function.close()
-    answers.set()
-    caller.join(10)
-    assert children[0].is_dead and function() == 1.0 and len(children) == 2
-
-
 def test_a_process_of_a_scorer_does_not_load_torch():
     code = "import sys, verl.rewards.scoring_child; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# one process for all calls
+
+
+def shared(tmp_path, *overrides, **settings):
+    return made(tmp_path, *overrides, name="naive", **{"workers": 4, **settings})
+
+
+def test_all_calls_share_one_process_and_its_module_state(tmp_path):
+    scores = score(shared(tmp_path), *["add 1"] * 40)
+    assert len({one.extra["pid"] for one in scores}) == 1
+    assert sorted(one.extra["count"] for one in scores) == list(range(1, 41))
+
+
+def test_as_many_calls_run_at_once_as_there_are_workers_and_outcomes_come_one_by_one(tmp_path):
+    reward, flag = shared(tmp_path, workers=3), tmp_path / "flag"
+
+    async def both():
+        waits = asyncio.create_task(reward.score(inputs(*[f"wait {flag}"] * 3)))
+        waits_again = asyncio.create_task(reward.score(inputs("add 2")))
+        done, _ = await asyncio.wait({waits, waits_again}, timeout=1.0)
+        assert not done  # all three threads are taken
+        flag.touch()
+        return [one.value for one in (*await waits, *await waits_again)]
+
+    assert asyncio.run(both()) == [0.0, 0.0, 0.0, 2.0]
+
+
+def inputs(*answers):
+    return [RewardInput("toy", text, "7", {"index": i}, where=f"row {i}") for i, text in enumerate(answers)]
+
+
+@pytest.mark.parametrize("act", ["hang", "spin"])
+def test_the_call_beyond_its_limit_is_the_error_and_those_that_ran_beside_it_are_asked_again(tmp_path, act):
+    """One that holds the interpreter lets none of the others end: only asked alone do they show which one it is."""
+    reward = shared(tmp_path, "reward.timeout_s=1", "reward.on_error=count")
+    found = score(reward, "sleep 0.6", "sleep 0.6", act, "sleep 0.6", *["add 1"] * 4)
+    assert [one.value for one in found] == [0.6, 0.6, None, 0.6, 1.0, 1.0, 1.0, 1.0]
+    assert "no result after reward.timeout_s=1.0" in found[2].error and found[2].processes_lost == 1
+    assert not any(one.error for one in (*found[:2], *found[3:]))
+    assert score(reward, "add 3")[0].value == 3.0
+
+
+def test_the_call_that_ends_the_process_is_the_error_whatever_ran_beside_it(tmp_path):
+    reward = shared(tmp_path, "reward.on_error=count")
+    found = score(reward, "sleep 0.3", "die", "sleep 0.3", "add 1", "die", "add 2")
+    assert [one.value for one in found] == [0.3, None, 0.3, 1.0, None, 2.0]
+    assert all("it ended with signal SIGKILL during the call" in found[i].error for i in (1, 4))
+    with pytest.raises(RewardError, match=r"(?s)row 1 .*it ended with signal SIGKILL"):
+        score(shared(tmp_path), "sleep 0.3", "die", "sleep 0.3")
+
+
+def test_waiting_for_a_turn_is_not_running_time(tmp_path):
+    reward = shared(tmp_path, "reward.timeout_s=0.8", workers=1)
+    assert [one.value for one in score(reward, *["sleep 0.1"] * 15)] == [0.1] * 15
+
+
+def test_answers_nobody_waits_for_any_more_are_not_scored(tmp_path):
+    reward, seen, flag = shared(tmp_path, workers=1), tmp_path / "seen", tmp_path / "flag"
+
+    async def cancel_early():
+        task = asyncio.create_task(reward.score(inputs(f"begin {flag}", *[f"pid {seen}"] * 20)))
+        while not flag.exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return await reward.score(inputs("add 1"))
+
+    assert asyncio.run(cancel_early())[0].value == 1.0 and not seen.exists()
+
+
+def test_a_process_ends_with_its_reward(tmp_path):
+    reward = shared(tmp_path)
+    pid = score(reward, "add 1")[0].extra["pid"]
+    assert scoring_processes() == [pid]
+    del reward
+    for _ in range(200):
+        if not is_running(pid):
+            break
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def test_a_process_that_was_stopped_makes_no_call_late(tmp_path):
+    """As by Ctrl-Z: what neither gives a sign of life nor ends has not used its time."""
+    reward, flag = shared(tmp_path, "reward.timeout_s=0.5"), tmp_path / "flag"
+
+    async def held_up():
+        task = asyncio.create_task(reward.score(inputs(f"wait {flag}")))
+        await asyncio.sleep(0.2)
+        (pid,) = scoring_processes()
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        flag.touch()
+        os.kill(pid, signal.SIGCONT)
+        return await task
+
+    assert asyncio.run(held_up())[0].value == 0.0
+
+
+ASYNC = """
+import asyncio, os, time
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    act, _, argument = solution_str.partition(" ")
+    if act == "hang":
+        await asyncio.sleep(90)
+    if act == "block":
+        time.sleep(float(argument))
+    if act == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(90)
+            except asyncio.CancelledError:
+                pass
+    await asyncio.sleep(0.1)
+    return {"score": 1.0, "pid": os.getpid()}
+"""
+
+
+def test_an_async_call_that_hangs_is_cancelled_and_the_process_goes_on(tmp_path):
+    reward = shared(tmp_path, "reward.timeout_s=0.6", "reward.on_error=count", text=ASYNC)
+    a, late, b = score(reward, "a", "hang", "b")
+    assert (a.value, late.value, b.value) == (1.0, None, 1.0) and "reward.timeout_s=0.6" in late.error
+    assert late.processes_lost == 0 and score(reward, "a")[0].extra["pid"] == a.extra["pid"]
+
+
+def test_an_async_call_that_does_not_end_when_it_is_cancelled_ends_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.rewards.scoring_pool.GRACE_S", 0.5)
+    reward = shared(tmp_path, "reward.timeout_s=0.6", "reward.on_error=count", text=ASYNC)
+    a, late = score(reward, "a", "stubborn")
+    assert (a.value, late.value, late.processes_lost) == (1.0, None, 1)
+    assert score(reward, "a")[0].extra["pid"] != a.extra["pid"]
+
+
+def test_a_busy_event_loop_does_not_make_async_calls_late(tmp_path):
+    reward = shared(tmp_path, "reward.timeout_s=0.6", text=ASYNC)
+    assert [one.value for one in score(reward, "a", "block 1.2", "b")] == [1.0] * 3
+
+
+def test_an_async_function_that_blocks_its_loop_for_good_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.rewards.scoring_pool.GRACE_S", 0.2)
+    reward = shared(tmp_path, "reward.timeout_s=0.4", "reward.on_error=count", text=ASYNC)
+    with pytest.raises(RewardError, match=r"mine.py\): the async function has blocked its event loop for"):
+        score(reward, "a", "block 90")

@@ -63,6 +63,7 @@ def test_the_shell_decides_the_environment_of_ranks_and_whether_ray_hides_device
     assert ray_cluster.RANK_ENVIRONMENT.items() <= rank_environment(npu).items()
     assert hides not in rank_environment(npu)
     values = {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/models", hides: "1"}
+    values |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "9", "KMP_BLOCKTIME": "1"}
     for name, value in {**values, "SECRET": "of the shell"}.items():
         monkeypatch.setenv(name, value)
     assert values.items() <= rank_environment(npu).items() and "SECRET" not in rank_environment(npu)

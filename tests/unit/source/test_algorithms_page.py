@@ -1,4 +1,4 @@
-"""docs/algorithms.md is that of the code and of the last soak, and its figures are what their names say."""
+"""docs/train/algorithms.md is that of the code and of the last soak, and its figures are what their names say."""
 
 import re
 import statistics

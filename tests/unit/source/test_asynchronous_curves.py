@@ -67,7 +67,7 @@ def test_the_picture_has_a_line_of_each_mode_in_both_cells():
 def test_the_page_gets_its_section_once():
     page = PAGE.read_text(encoding="utf-8")
     once = with_section(page, ["one", "two"])
-    assert f"{SECTION}\n\n" in page and "\n\none\ntwo\n\n## Keys" in once
+    assert f"{SECTION}\n\n" in page and "\n\none\ntwo\n\n## " in once
     assert with_section(with_section(page, ["other"]), ["one", "two"]) == once
     assert (f"pictures/{PICTURE.name}" in page) == PICTURE.exists()
     assert re.findall(r"^## .*$", once, re.M) == re.findall(r"^## .*$", page, re.M)

@@ -3,7 +3,9 @@
 A fenced block of commands is `bash`. One of two marks says how far it is tested:
     ```bash run           runs here, in order of the page, in a folder as `make quickstart` leaves it (a tiny model);
                           commands that train are cut to TRAINING_STEPS
-    # needs: WHAT         the first line of a block that cannot run here; its commands of ours must load
+    # needs: WHAT         the first line of a block that cannot run here, also of a plain one that shows what is printed
+The commands of ours in blocks and between single backquotes have a verb, options and keys that exist; those
+that explain or print the configuration run.
 A ```python FILE block is a file that the reader saves; where a file of that name is in the repository, both are equal.
 """
 
@@ -23,6 +25,7 @@ import pytest
 from tests.conftest import ROOT
 from verl import cli
 from verl.cli import VERBS
+from verl.commands.completion import options_of
 from verl.commands.quickstart.addition_task import CHARACTERS, make_split, write_split
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
@@ -33,7 +36,12 @@ PRESETS |= {"sft_trainer": "sft_trainer", "sft_trainer_ray": "sft_trainer"}
 PRESETS |= {"dpo": "dpo_trainer", "dpo_trainer": "dpo_trainer"}
 PRESETS |= {"reward-model": "reward_trainer", "reward_trainer": "reward_trainer"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OURS = re.compile(r"^(verl |torchrun .*-m verl\.|python3? -m verl\.)")
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "examples").rglob("*.md"))]
+OTHERS += sorted((ROOT / "plugins").rglob("*.md"))
+OURS = re.compile(r"^(?:\$ |[A-Z_]+=\S+ |.* -- )*((?:verl |torchrun .*-m verl\.|python3? -m verl\.).*)")  # or launched
+INLINE = re.compile(r"`((?:verl|python3? -m verl\.[\w.]+) [^`\n]+)`")
+KEY = re.compile(r"^[+~]*[a-z_]+\.[\w.]+=")
+PLACEHOLDERS = ("key=value", "model=")  # `verl serve model=DIR` is a name of its own
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", flags=re.M | re.S)
 TRAINING_STEPS = 3
 TRAINING = ("train", "main_ppo", "sft", "sft_trainer", "dpo", "reward-model")
@@ -50,9 +58,10 @@ def lines_of(text: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every command of ours in a fenced block."""
-    lines = [line for _, text in blocks(page) for line in lines_of(text)]
-    return [shlex.split(line, comments=True) for line in lines if OURS.match(line)]
+    """The words of every command of ours, in a fenced block or between single backquotes."""
+    found = [OURS.match(line) for _, text in blocks(page) for line in lines_of(text)]
+    lines = [match[1] for match in found if match] + INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def is_marked(kind: str, text: str) -> bool:
@@ -60,15 +69,15 @@ def is_marked(kind: str, text: str) -> bool:
     return kind == "bash run" or text.startswith("# needs: ")
 
 
-ALL = [(page.relative_to(ROOT), words) for page in PAGES for words in commands(page)]
+ALL = [(page.relative_to(ROOT), words) for page in [*PAGES, *OTHERS] for words in commands(page)]
 RUN_PAGES = [page for page in PAGES if any(kind == "bash run" for kind, _ in blocks(page))]
 
 
 def test_the_pages_hold_commands():
-    assert len(ALL) > 20 and len(RUN_PAGES) > 5
+    assert len(ALL) > 150 and len(RUN_PAGES) > 5
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_commands_is_run_or_says_what_it_needs(page: Path):
     for kind, text in blocks(page):
         language = kind.partition(" ")[0]
@@ -84,15 +93,22 @@ def test_a_printed_command_can_be_typed(page: Path, words: list[str]):
     if words[0] == "verl":
         assert verb in VERBS, page
     else:
-        assert (ROOT / "verl" / "trainer" / verb).with_suffix(".py").exists() or (
-            ROOT / "verl" / "trainer" / verb
-        ).is_dir()
-    overrides = [word for word in words if re.match(r"^[+~]*[a-z_]+\.[\w.]+=", word)]
+        place = ROOT.joinpath(*words[words.index("-m") + 1].split("."))
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), page
+    rest = words[2:] if words[0] == "verl" else words[words.index("-m") + 2 :]
+    options = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    if verb in VERBS:
+        assert set(options) <= set(options_of(verb)), page
+    overrides = [word for word in rest if KEY.match(word)]
+    settings = [word for word in rest if "=" in word and not word.startswith(("-", *PLACEHOLDERS))]
+    assert overrides == settings, page
     if verb == "serve":
         overrides = [f"actor_rollout_ref.{word}" for word in overrides]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load_config(overrides, config_name=PRESETS.get(verb, "ppo_trainer"))
+        if verb == "config" and not re.search(r"\b[A-Z]{3,}|\.\.\.|…|=value", " ".join(rest)):
+            assert cli.main(["config", *rest]) == 0, page
 
 
 def verb_of(words: list[str]) -> str:
@@ -194,9 +210,16 @@ def test_links_lead_somewhere(page: Path):
 
 
 def test_the_index_names_every_page():
-    named = set(links(ROOT / "docs" / "index.md"))
-    pages = {page for page in PAGES[1:] if "adr" not in page.parts and page.name != "index.md"}
-    assert pages - named == set()
+    index, decisions = ROOT / "docs" / "index.md", ROOT / "docs" / "why" / "adr" / "README.md"
+    assert set(PAGES[1:]) - {index, *links(index), *links(decisions)} == set()
+
+
+def test_pages_that_texts_name_exist():
+    """A message, docstring or comment names a page by its path in the repository."""
+    texts = [p for folder in ("verl", "examples", "docs") for p in (ROOT / folder).rglob("*")]
+    texts = [p for p in texts if p.suffix in (".py", ".yaml", ".yml", ".sh", ".md", ".rst")]
+    named = {(name, p) for p in texts for name in re.findall(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|rst)", p.read_text())}
+    assert len(named) > 50 and not [f"{p}: {name}" for name, p in named if not (ROOT / name).is_file()]
 
 
 def test_the_reward_of_the_tutorial_tells_wrong_answers_apart_by_nothing(tmp_path: Path):

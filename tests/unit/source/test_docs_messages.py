@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from verl.config import ConfigError, DataConfig, load_config
 from verl.config.check import check_can_start
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import train_prompts
-from verl.trainer.ppo import health
+from verl.observe.signs import LOGGED, Step
 from verl.utils.errors import VerlError
 
 DOCS = ROOT / "docs"
@@ -51,7 +52,7 @@ def quoted(page: Path) -> list[str]:
 
 def test_messages_that_pages_explain_are_in_the_code():
     code = strings_of_the_code()
-    messages = [(page.name, message) for page in [DOCS / "faq.md", *PAGES] for message in quoted(page)]
+    messages = [(page.name, message) for page in [DOCS / "start" / "faq.md", *PAGES] for message in quoted(page)]
     assert len(messages) > 35
     gone = [
         (name, piece)
@@ -72,10 +73,10 @@ def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in GOOD.items() if key != name}
 
 
-# what the table of docs/rows.md says in its first column, and a row or path that does it
+# what the table of docs/rewards/rows.md says in its first column, and a row or path that does it
 MISTAKES: dict[str, Any] = {
     "the column has another name": {**without("prompt"), "promt": GOOD["prompt"]},
-    "no data source": without("data_source"),
+    "no data source in one row": {**GOOD, "data_source": None},
     "the answer stands beside the row instead of in it": {**without("reward_model"), "answer": "42"},
     "no ground truth": {**GOOD, "reward_model": {"style": "rule"}},
     "`extra_info` is JSON text": {**GOOD, "extra_info": "{}"},
@@ -86,14 +87,14 @@ MISTAKES: dict[str, Any] = {
     "a prompt that is too long": {**GOOD, "prompt": "6x7=" * 10},
     "a cut line in a jsonl file": '{"data_source": ',
     "a path that is not there": "tran.jsonl",
-    "a folder instead of files": ".",
+    "a split that is not there": ".:test",
     "an address instead of a path": "https://example.org/train.jsonl",
     "fewer rows than a batch": GOOD,
 }
 
 
 def table_of_mistakes() -> dict[str, str]:
-    text = (DOCS / "rows.md").read_text(encoding="utf-8").partition("| mistake | message |\n|---|---|\n")[2]
+    text = (DOCS / "rewards" / "rows.md").read_text(encoding="utf-8").partition("| mistake | message |\n|---|---|\n")[2]
     return dict(re.findall(r"^\| (.+?) \| `(.+)` \|$", text, flags=re.M))
 
 
@@ -118,7 +119,7 @@ def test_a_mistake_in_the_rows_says_what_the_page_says(mistake: str, tmp_path: P
 
 
 def test_the_example_row_is_accepted(tmp_path: Path):
-    row = re.search(r"^```json\n(.*?)^```", (DOCS / "rows.md").read_text(), flags=re.M | re.S)
+    row = re.search(r"^```json\n(.*?)^```", (DOCS / "rewards" / "rows.md").read_text(), flags=re.M | re.S)
     assert row
     config = DataConfig(train_files=rows_file(tmp_path, json.loads(row[1])), max_prompt_length=512)
     prompt = train_prompts(config, make_tokenizer("6x7="))[0]
@@ -126,17 +127,19 @@ def test_the_example_row_is_accepted(tmp_path: Path):
 
 
 def test_every_health_line_is_on_the_page():
-    page = (DOCS / "reading_a_run.md").read_text(encoding="utf-8")
+    page = (DOCS / "see" / "reading_a_run.md").read_text(encoding="utf-8")
     begins = re.findall(r"^\| `(.+?)` \| `", page, flags=re.M)
-    signs = health.HealthCheck()._signs({})
-    lines = {name: sentence for name, (_, _, sentence) in signs.items()}
+    lines = {
+        sign.name: sign.sentence.format(**{**vars(sign), "value": 0.0}, step=Step(defaultdict(float)))
+        for sign in LOGGED
+    }
     assert {name for name, line in lines.items() if any(map(line.startswith, begins))} == lines.keys()
     assert len(begins) == len(lines)
 
 
 def settings_under(heading: str) -> list[str]:
     """The settings `key=value` in the first column of the table below a heading of coming_from_verl.md."""
-    page = (DOCS / "coming_from_verl.md").read_text(encoding="utf-8")
+    page = (DOCS / "start" / "coming_from_verl.md").read_text(encoding="utf-8")
     firsts = re.findall(r"^\| (`.+?) \|", page.partition(f"## {heading}")[2].partition("\n## ")[0], flags=re.M)
     return [setting for first in firsts for setting in re.findall(r"`([a-z][\w.]+=[^`]+)`", first)]
 
@@ -155,5 +158,5 @@ def test_what_the_page_calls_refused_is_refused():
     settings = settings_under("What is refused")
     assert len(settings) > 6
     for setting in settings:
-        with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)| is refused: "):
+        with pytest.raises(ConfigError, match=r"still to come \(docs/start/coming_from_verl.md\)| is refused: "):
             check_can_start(load_config([setting, "actor_rollout_ref.model.path=/m"]))

@@ -6,7 +6,7 @@ import subprocess
 
 from tests.conftest import ROOT
 
-GLOSSARY = ROOT / "docs" / "glossary.md"
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 ROWS = [line.strip("| ").split("|") for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")]
 OLD_WORDS = [word for row in ROWS if len(row) == 3 for word in re.findall(r"`([^`]+)`", row[2])]
 NAMES = [word for row in ROWS for word in re.findall(r"`([A-Z]\w+|[a-z]+_\w+)`", row[1])]
@@ -21,7 +21,7 @@ LOOKED_AT = (
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
-HISTORY = ("docs/glossary.md", "benchmarks/results/")
+HISTORY = ("docs/reference/glossary.md", "benchmarks/results/")
 
 
 def texts() -> dict[str, str]:
@@ -40,7 +40,7 @@ def test_words_that_were_given_up_stay_away():
         for number, line in enumerate(text.splitlines(), 1)
         if (match := pattern.search(line))
     ]
-    assert not found, "docs/glossary.md has another word for:\n" + "\n".join(found)
+    assert not found, "docs/reference/glossary.md has another word for:\n" + "\n".join(found)
 
 
 def test_every_name_in_the_glossary_exists():

@@ -23,11 +23,13 @@ ADAPTERS = {
     "tensorboard": {"verl.observe.trackers"},
     "ray": {f"verl.runtime.ray_{part}" for part in ("cluster", "group", "objects", "processes", "rank")},
     "vllm": {
+        "verl.plugin.library_versions",
         "verl.workers.rollout.vllm_adapters",
         "verl.workers.rollout.vllm_data_parallel",
         "verl.workers.rollout.vllm_engine",
         "verl.workers.rollout.vllm_experts",
         "verl.workers.rollout.vllm_layout",
+        "verl.workers.rollout.vllm_logprobs",
         "verl.workers.rollout.vllm_requests",
         "verl.workers.rollout.vllm_worker",
     },

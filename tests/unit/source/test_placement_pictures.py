@@ -1,4 +1,4 @@
-"""The pictures of docs/cluster.md are those of the code, beside the commands that they show."""
+"""The pictures of docs/scale/cluster.md are those of the code, beside the commands that they show."""
 
 import re
 
@@ -9,7 +9,7 @@ from scripts.draw_architecture import PICTURES
 from scripts.draw_placements import PLACEMENTS, Placement, draw
 from tests.conftest import ROOT
 
-PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "scale" / "cluster.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
@@ -20,7 +20,7 @@ def test_the_committed_picture_is_that_of_the_code(placement):
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
 def test_the_page_has_the_command_of_each_picture(placement):
-    after = PAGE.split(f"](pictures/placement_{placement.name}.svg)")[1]
+    after = PAGE.split(f"](../pictures/placement_{placement.name}.svg)")[1]
     assert f" {' '.join(placement.overrides)} …" in re.search(r"```bash\n(.*?)```", after, flags=re.S)[1]
 
 

@@ -1,6 +1,8 @@
 """Import paths of published user code: the provided ones have the names it uses, all others name a replacement."""
 
 import importlib
+import importlib.util
+import re
 import subprocess
 import sys
 
@@ -51,6 +53,24 @@ PUBLISHED = (
         "OpenAIFunctionToolSchema, ToolResponse",
         47,
     ),
+    ("from verl import DataProto", 47),
+    ("from verl.protocol import DataProto, DataProtoItem", 47),
+    ("from verl.utils import hf_processor, hf_tokenizer", 47),
+    ("from verl.utils.tokenizer import hf_processor, hf_tokenizer", 47),
+    (
+        "from verl.utils.torch_functional import clip_by_value, entropy_from_logits, get_response_mask, "
+        "logprobs_from_logits, masked_mean, masked_sum, masked_var, masked_whiten, pad_sequence_to_length",
+        47,
+    ),
+    ("from verl.utils.ray_utils import get_event_loop", 47),
+    (
+        "from verl.utils.py_functional import append_to_dict, list_of_dict_to_dict_of_list, temp_env_var, "
+        "timeout_limit, union_two_dict",
+        47,
+    ),
+    ("from verl.utils.metric import reduce_metrics", 47),
+    ("from verl.trainer.main_ppo import run_ppo", 47),
+    ("from verl.interactions.base import BaseInteraction", 47),
 )
 
 
@@ -67,7 +87,6 @@ def test_each_published_import_works_in_a_process_of_its_own_first():
 @pytest.mark.parametrize(
     ("module", "instead"),
     [
-        ("verl.protocol", "compute_score"),
         ("verl.single_controller", r"verl\.runtime\.group\.WorkerGroup"),
         ("verl.single_controller.base.decorator", r"verl\.runtime\.group\.WorkerGroup"),
         ("verl.trainer.ppo.ray_trainer", r"verl\.trainer\.ppo\.trainer\.PPOTrainer"),
@@ -79,9 +98,9 @@ def test_each_published_import_works_in_a_process_of_its_own_first():
         ("verl.utils.reward_score.rlla", r"reward\.custom_reward_function\.path"),
         ("verl.utils.dataset.multiturn_sft_dataset", r"verl\.trainer\.sft_trainer"),
         ("verl.experimental.agent_loop.agent_loops", "AgentLoopBase"),
-        ("verl.interactions.base", "AgentLoopBase"),
+        ("verl.interactions.gsm8k_interaction", r"verl\.interactions\.base\.BaseInteraction"),
         ("verl.utils.reward_scores", "verl.utils.reward_score"),
-        ("verl.nothing_like_it", "docs/architecture.md"),
+        ("verl.nothing_like_it", "docs/why/architecture.md"),
     ],
 )
 def test_a_path_that_is_not_provided_names_the_replacement(module, instead):
@@ -93,12 +112,16 @@ def test_a_path_that_is_not_provided_names_the_replacement(module, instead):
 @pytest.mark.parametrize(
     ("statement", "instead"),
     [
-        ("from verl import DataProto", r"verl\.data\.batch\.Batch"),
+        ("from verl.protocol import pad_dataproto_to_divisor", r"verl\.data\.batch\.Batch"),
+        ("from verl.trainer.main_ppo import TaskRunner", "data.custom_cls"),
+        ("from verl.trainer.main_ppo import create_rl_dataset", r"verl\.utils\.dataset\.RLHFDataset"),
+        ("from verl.utils.torch_functional import get_cosine_schedule", r"verl\.models\.head"),
+        ("from verl.utils import nothing", r"near it are verl\.utils\."),
         ("from verl.experimental.agent_loop.agent_loop import AgentLoopManager", "AgentRunner runs loops"),
         ("from verl.workers.config.engine import McoreEngineConfig", "other engines are still to come"),
         ("from verl.workers.config import McoreActorConfig", "other engines are still to come"),
         ("from verl.utils.dataset import rm_dataset", r"verl\.trainer\.sft_trainer"),
-        ("from verl.utils.fs import nothing", "docs/architecture.md"),
+        ("from verl.utils.fs import nothing", "docs/why/architecture.md"),
         ("from verl.experimental.reward_loop import RewardLoopManager", "RewardManagerBase"),
     ],
 )
@@ -108,8 +131,6 @@ def test_a_name_that_is_not_provided_names_the_replacement(statement, instead):
 
 
 def test_every_replacement_that_names_a_module_of_ours_names_one_that_exists():
-    import re
-
     from verl.utils.import_paths import REPLACEMENTS
 
     missing = []
@@ -135,6 +156,34 @@ def test_a_helper_on_tensordict_says_what_to_use_when_it_is_called():
 
     with pytest.raises(ImportError, match=r"get_tensordict is not provided.*verl\.data\.batch\.Batch\.pack"):
         tensordict_utils.get_tensordict({})
+
+
+def doors() -> list[str]:
+    """The modules that other people's code imports, apart from programs."""
+    names = {module for statement, _ in PUBLISHED for module in re.findall(r"from (verl[.\w]*) import", statement)}
+    return sorted(names)
+
+
+@pytest.mark.parametrize("module", doors())
+def test_a_door_is_asked_by_hasattr_and_getattr_as_every_module(module):
+    door = importlib.import_module(module)
+    assert not hasattr(door, "nonsense") and getattr(door, "nonsense", 7) == 7
+    assert importlib.util.find_spec(f"{module}.nonsense" if hasattr(door, "__path__") else "verl.nonsense") is None
+    with pytest.raises(AttributeError, match="nonsense"):
+        door.nonsense  # noqa: B018
+
+
+def test_the_advice_of_an_import_survives_many_names_and_a_debugger():
+    many = "from verl.utils.fs import " + ", ".join(f"__name__ as n{i}" for i in range(600)) + ", nothing"
+    for statement in ("from verl.utils.fs import nothing", many, "from verl.utils.fs import (copy_to_local, nothing)"):
+        before = sys.gettrace()
+        for trace in (before, lambda *_: None):
+            sys.settrace(trace)
+            try:
+                with pytest.raises(ImportError, match=r"nothing does not exist here: look into verl\.utils\.fs"):
+                    exec(compile(statement, "published", "exec"), {})
+            finally:
+                sys.settrace(before)
 
 
 def test_other_names_are_ordinary_attribute_errors():

@@ -1,7 +1,6 @@
 """What CONTRIBUTING and SECURITY promise about the source, checked on the source."""
 
 import ast
-import itertools
 import re
 import shutil
 import subprocess
@@ -10,9 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.version import Version
 
+from scripts.size_table import CEILINGS_FILE, mixed_commits
 from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,6 +19,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "os.execv"}
 PROGRAMS_RUN_IN = "verl/rewards/sandbox/inside/program.py"  # of a child without rights: its task is exec()
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+VAGUE_OPENINGS = {"Those", "That", "Of", "By", "Its", "What"}
 FORBIDDEN_NAMES = {"misc", "helper", "helpers", "common", "manager", "util"}
 
 
@@ -102,6 +101,19 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def docstring_openings(text: str) -> list[str]:
+    """'name: first words' of each docstring that begins with a word of VAGUE_OPENINGS."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    found = [(getattr(node, "name", "module"), ast.get_docstring(node) or "") for node in documented]
+    return [f"{name}: {words[:40]}" for name, words in found if words.split(" ")[0] in VAGUE_OPENINGS]
+
+
+def test_docstrings_begin_with_their_subject():
+    assert docstring_openings('def f():\n    """Those of a rank."""\n') == ["f: Those of a rank."]
+    assert [f"{path.name} {opening}" for path in SOURCES for opening in docstring_openings(path.read_text())] == []
+
+
 def test_files_are_nouns_and_fit_a_sitting():
     vague = [p.name for p in SOURCES if p.stem in FORBIDDEN_NAMES]
     long = [f"{p.relative_to(ROOT)}: {n}" for p in [*SOURCES, *TESTS] if (n := len(p.read_text().splitlines())) > 400]
@@ -118,21 +130,6 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_tested_versions_are_versions_that_are_allowed():
-    pins = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            pins[name.lower().replace("_", "-")] = Version(version)
-    wanted = [*project()["dependencies"], *itertools.chain.from_iterable(project()["optional-dependencies"].values())]
-    for requirement in map(Requirement, wanted):
-        pin = pins.get(requirement.name.lower().replace("_", "-"))
-        if pin is not None:
-            assert requirement.specifier.contains(pin), f"{requirement} excludes the tested {pin}"
-    unpinned = {Requirement(text).name.lower() for text in project()["dependencies"]} - set(pins)
-    assert not unpinned, f"no tested version of {unpinned}"
-
-
 def test_the_version_is_said_once_and_the_same():
     import verl
 
@@ -144,6 +141,28 @@ def test_the_size_table_counts_every_line_once():
     (total,) = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("total")]
     pages = [p for p in (ROOT / "verl").rglob("*") if p.suffix in (".js", ".css", ".html", ".j2")]
     assert pages and total == sum(len(p.read_text().splitlines()) for p in [*SOURCES, *pages])
+
+
+def test_only_a_commit_of_its_own_changes_a_ceiling(tmp_path):
+    def commit(title: str, **files: str) -> None:
+        for name, text in files.items():
+            (tmp_path / name.replace("ceilings", CEILINGS_FILE)).write_text(text)
+        git("add", "-A")
+        git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", title)
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+
+    (tmp_path / "scripts").mkdir()
+    git("init", "-q")
+    commit("first", ceilings="1", source="1")
+    commit("raise", ceilings="2")
+    commit("use", source="2")
+    assert mixed_commits(tmp_path) == []
+    commit("both", ceilings="3", other="new")
+    assert [title.split()[1] for title in mixed_commits(tmp_path)] == ["both"]
+    subprocess.run(["git", "clone", "-q", "--depth=1", f"file://{tmp_path}", tmp_path / "shallow"], check=True)
+    assert mixed_commits(tmp_path / "shallow") == []
 
 
 def test_extras_are_installed_from_a_checkout():

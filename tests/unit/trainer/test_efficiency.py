@@ -7,18 +7,18 @@ import pytest
 from tests.engine_cases import random_batch
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.models.flops import AttentionCost, FlopCounts, Speed
 from verl.observe.memory_metrics import GIB
 from verl.runtime.inline import InlineGroup
+from verl.runtime.pools import Pool
 from verl.trainer.ppo.efficiency import (
     forward_memory_metrics,
     mfu_metrics,
     planned_memory_metrics,
     published_memory_metrics,
 )
-from verl.trainer.ppo.plan import Machine, Plan, PlannedPool, Replicas
+from verl.trainer.ppo.plan import Machine, Plan, Replicas
 from verl.trainer.ppo.plan_memory import Holding, PoolMemory
 
 PUBLISHED = "update_weights/perf/device_memory_used_gb"
@@ -40,7 +40,7 @@ def role(speed, epochs=1, share=False):
     return SimpleNamespace(
         group=InlineGroup(Counted(speed)),
         mini_batches=SimpleNamespace(epochs=epochs),
-        train_micro=MicroBatching(share_prefixes=share),
+        dispatcher=SimpleNamespace(shares_prompts=share),
     )
 
 
@@ -78,13 +78,12 @@ def test_a_shared_prompt_is_counted_once_where_the_actor_shares_it():
     assert found["perf/mfu/actor_infer"] == pytest.approx(forward / 2000)
 
 
-def test_the_critic_shares_no_prompt():
-    batch, seconds = answers([[1, 2, 3]] * 2, [2, 4]), {"update_critic": 1.0}
-    found = [
-        mfu_metrics(SimpleNamespace(actor=role(None, share=s), critic=role(Speed(COUNTS, 1.0))), batch, batch, seconds)
-        for s in (True, False)
-    ]
-    assert found[0] == found[1] and found[0]
+def test_a_critic_that_shares_a_prompt_is_counted_so():
+    batch, seconds = answers([[1, 2, 3]] * 2, [2, 4]), {"update_critic": 3.0}
+    forward = 100 * (3 + 2 + 4) + 10 * 6 + 4 * (6 + (4 + 5) + (4 + 5 + 6 + 7)) + 4 * (5 + 2 * 2 + 2 * 4)
+    critic = role(Speed(COUNTS, 1000.0), share=True)
+    found = mfu_metrics(SimpleNamespace(actor=role(None), critic=critic), batch, batch, seconds)
+    assert found == {"perf/mfu/critic": pytest.approx(3 * forward / 3000)}
 
 
 def test_an_update_of_other_sequences_than_were_sampled_is_counted_at_their_lengths():
@@ -114,7 +113,7 @@ def test_peak_memory_of_forward_passes_is_told_by_stage_and_is_the_highest_of_an
 
 
 def test_each_stage_has_what_the_plan_puts_on_the_devices_of_its_role():
-    pools = PlannedPool("actor", ("actor", "critic"), 2), PlannedPool("rollout", ("rollout",), 2, first_device=2)
+    pools = Pool("actor", ("actor", "critic"), 2), Pool("rollout", ("rollout",), 2, first_device=2)
     plan = Plan(Machine("cuda", 4), "auto", pools, (Replicas("rollout", "rollout", 2),))
     phases = ("collect", "reward", "values", "update actor", "publish")
 

@@ -18,7 +18,7 @@ from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import load_prompts
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Score
-from verl.trainer.ppo.group_filter import GroupFilter, GroupRules
+from verl.trainer.ppo.group_filter import GroupFilter, GroupRules, verdict_on
 from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector, SyncSource
 from verl.utils.errors import RewardError, VerlError
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
@@ -270,3 +270,15 @@ def test_a_group_is_counted_once_and_the_others_are_not_looked_at():
         if not plan.complete:
             assert len(plan.next_prompts()) == (number % 3 == 0)
     assert plan.complete and plan.num_sent == 30
+
+
+@pytest.mark.parametrize(("metric", "part"), [("seq_reward", {}), ("acc", {"acc": 1.0})])
+def test_several_outputs_of_a_conversation_are_one_answer_of_its_group(metric: str, part: dict[str, float]):
+    def answer(conversation: int, reward: float) -> tuple[Trajectory, Score]:
+        fields = {"score_parts": {name: reward for name in part}, "conversation": conversation, "group_id": 0}
+        return Trajectory.from_completion([1], [2], [-1.0], reward=reward, **fields), Score(reward, {})
+
+    rules = GroupRules(metric=metric)
+    assert verdict_on([answer(0, 1.0), answer(0, 0.0), answer(1, 0.5)], rules).reason == "equal"
+    kept = verdict_on([answer(0, 1.0), answer(0, 1.0), answer(1, 0.0)], rules)
+    assert (kept.reason, kept.values, kept.num_answers) == ("", (1.0, 0.0), 2)

@@ -13,11 +13,12 @@ APART += [f"{ROLLOUT}.n_gpus_per_node=1", "algorithm.rollout_correction.bypass_m
 @pytest.mark.parametrize(
     ("words", "parked"),
     [
-        (["trainer.v1.trainer_mode=colocate_async"], True),
-        ([*APART, f"{ROLLOUT}.name=native"], False),  # it gets weights beside the sampling
-        ([*APART, f"{ROLLOUT}.name=vllm"], True),
-        ([*APART, f"{ROLLOUT}.name=vllm", "async_training.staleness_threshold=0"], False),
+        (["trainer.v1.trainer_mode=colocate_async"], "ask_again"),
+        (["trainer.v1.trainer_mode=colocate_async", f"{ROLLOUT}.kv_cache_on_publish=keep_kv"], "pause"),
+        ([*APART, f"{ROLLOUT}.name=native"], "no"),  # it gets weights beside the sampling
+        ([*APART, f"{ROLLOUT}.name=vllm"], "ask_again"),
+        ([*APART, f"{ROLLOUT}.name=vllm", "async_training.staleness_threshold=0"], "no"),
     ],
 )
-def test_answers_are_parked_where_an_engine_cannot_sample_beside_an_update(words: list[str], parked: bool):
+def test_answers_are_parked_where_an_engine_cannot_sample_beside_an_update(words: list[str], parked: str):
     assert parks(load_config(words)) == parked

@@ -1,6 +1,7 @@
 """Which ranks hold which roles, and the placements that are refused."""
 
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl.config import ConfigError, load_config
+from verl.config import ConfigError, RunConfig, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer import preflight, rank_launch, sft_trainer
 from verl.trainer.ppo import placement, plan
-from verl.trainer.ppo.placement import announce_plan, devices_apart, place_roles, plan_run, start_pools
+from verl.trainer.ppo.placement import announce_plan, devices_apart, plan_run, pools_of, start_pools
 from verl.trainer.preflight import chosen_runtime
 from verl.workers.rollout.registry import rollout_engine_of
 
@@ -23,7 +24,11 @@ ON_CPU = [*PPO, "trainer.device=cpu"]
 
 
 def place(*words: str) -> tuple[Pool, ...]:
-    return place_roles(load_config(words))
+    return pools_of(plan_run(load_config(words)))
+
+
+def announce(config: RunConfig, say: Callable[[str], None]) -> None:
+    announce_plan(config, plan_run(config), say)
 
 
 def refusal(*words: str) -> str:
@@ -66,7 +71,7 @@ def test_a_reference_may_have_ranks_of_its_own_beside_those_of_the_critic():
         Pool("reference", ("reference",), 2, first_device=4),
     )
     apart = place(*ON_CPU, *own, "algorithm.use_kl_in_reward=True", "critic.n_gpus_per_node=1")
-    assert [(pool.name, pool.num_ranks, pool.first_device) for pool in apart] == [
+    assert [(pool.name, pool.num_devices, pool.first_device) for pool in apart] == [
         ("actor", 4, 0),
         ("reference", 2, 4),
         ("critic", 1, 6),
@@ -76,17 +81,17 @@ def test_a_reference_may_have_ranks_of_its_own_beside_those_of_the_critic():
 
 def test_the_actor_takes_the_devices_that_the_critic_leaves(monkeypatch: pytest.MonkeyPatch):
     on_gpus(monkeypatch, 8)
-    assert [pool.num_ranks for pool in place(*PPO)] == [8]
-    assert [pool.num_ranks for pool in place(*PPO, "critic.n_gpus_per_node=4")] == [4, 4]
+    assert [pool.num_devices for pool in place(*PPO)] == [8]
+    assert [pool.num_devices for pool in place(*PPO, "critic.n_gpus_per_node=4")] == [4, 4]
     assert place(*PPO, "critic.n_gpus_per_node=4")[1].first_device == 4
     fewer = place(*PPO, "critic.n_gpus_per_node=2", "trainer.n_gpus_per_node=1")
-    assert [(pool.num_ranks, pool.first_device) for pool in fewer] == [(1, 0), (2, 1)]
+    assert [(pool.num_devices, pool.first_device) for pool in fewer] == [(1, 0), (2, 1)]
 
 
 def test_a_reference_of_its_own_counts_among_the_devices(monkeypatch: pytest.MonkeyPatch):
     on_gpus(monkeypatch, 8)
     both = [*PPO, "algorithm.use_kl_in_reward=True", "critic.n_gpus_per_node=1"]
-    assert [p.num_ranks for p in place(*both, "actor_rollout_ref.ref.n_gpus_per_node=3")] == [4, 3, 1]
+    assert [p.num_devices for p in place(*both, "actor_rollout_ref.ref.n_gpus_per_node=3")] == [4, 3, 1]
     found = refusal(*both, "actor_rollout_ref.ref.n_gpus_per_node=7")
     assert "actor_rollout_ref.ref.n_gpus_per_node=7 and critic.n_gpus_per_node=1, but 8 cuda devices" in found
     assert "leave out actor_rollout_ref.ref.n_gpus_per_node or critic.n_gpus_per_node" in found
@@ -139,16 +144,16 @@ def test_a_total_of_the_critic_is_divided_by_its_own_ranks():
 
 def test_a_run_with_several_ranks_prints_a_line_for_each_pool_and_one_rank_none(tmp_path: Path):
     said: list[str] = []
-    announce_plan(load_config(ON_CPU), said.append)
+    announce(load_config(ON_CPU), said.append)
     assert said == []
     two = [*ON_CPU, "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1"]
-    announce_plan(load_config([*two, "actor_rollout_ref.model.path=nowhere"]), said.append)
+    announce(load_config([*two, "actor_rollout_ref.model.path=nowhere"]), said.append)
     assert said == [
         "placement    actor: 2 devices (cpu 0-1): actor, rollout (2 replicas of 1)",
         "placement    critic: 1 device (cpu 2): critic",
     ]
     save_file({"w": torch.zeros(10**6)}, tmp_path / "model.safetensors")
-    announce_plan(load_config([*two, f"actor_rollout_ref.model.path={tmp_path}"]), said.append)
+    announce(load_config([*two, f"actor_rollout_ref.model.path={tmp_path}"]), said.append)
     # fp32: half of weights, gradients and Adam's two, the whole sum between micro-batches; on one rank 16 bytes
     assert "; about 1.1 GB of a device (collect)" in said[2]
     assert said[3].endswith("about 16.0 MB of a device (update critic)")
@@ -160,9 +165,9 @@ def test_a_run_starts_the_replicas_of_its_plan_beside_the_trainer_or_apart(monke
     vllm = [*PPO, f"{rollout}.name=vllm"]
     for tensor in (1, 2):
         config = load_config([*vllm, f"{rollout}.tensor_model_parallel_size={tensor}"])
-        assert place_roles(config) == (Pool("actor", ("actor", "rollout", "critic"), 8),)
+        assert pools_of(plan_run(config)) == (Pool("actor", ("actor", "rollout", "critic"), 8),)
         assert plan_run(config).rollout.count == 8 // tensor and not plan_run(config).notes
-    announce_plan(config, said.append)
+    announce(config, said.append)
     assert said[0].endswith("actor, rollout (4 replicas of 2), critic")
     apart = [*vllm, "actor_rollout_ref.hybrid_engine=False", f"{rollout}.n_gpus_per_node=4"]
     assert place(*apart) == (Pool("actor", ("actor", "critic"), 4),)  # replicas are no ranks
@@ -177,8 +182,8 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
     sglang = [*PPO, f"{rollout}.name=sglang"]
     for tensor in (2, 4):  # two replicas, and one
         sizes = [f"{rollout}.tensor_model_parallel_size={tensor}", f"{rollout}.data_parallel_size=2"]
-        assert place(*vllm, *sizes)[0].num_ranks == 8
-        assert place(*vllm, *sizes, ray)[0].num_ranks == 8
+        assert place(*vllm, *sizes)[0].num_devices == 8
+        assert place(*vllm, *sizes, ray)[0].num_devices == 8
         two_machines = [*vllm, *sizes, ray, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
         for words in ([*sglang, *sizes], two_machines if tensor == 4 else [*sglang, *sizes, ray]):
             assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in refusal(*words)
@@ -187,7 +192,7 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
     start_on_the_drivers_machine(monkeypatch)
     two = refusal(*vllm, f"{rollout}.num_replicas=2", ray)
     assert two.startswith(f"{rollout}.num_replicas with rollout.name=vllm on Ray")
-    assert place(*vllm, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
+    assert place(*vllm, f"{rollout}.num_replicas=1", ray)[0].num_devices == 8
     split = [*vllm, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]
     for far in ([ray], ["trainer.n_gpus_per_node=8", ray]):  # on the machines of a cluster, and on a second one
         assert refusal(*split, *far).startswith("actor_rollout_ref.hybrid_engine=False or rollout.nnodes with rollout")
@@ -206,19 +211,23 @@ def test_beside_ranks_on_ray_the_run_starts_the_replicas_of_the_plan_or_one_and_
     for name in ("vllm", "sglang"):
         words = [*words, f"actor_rollout_ref.rollout.name={name}"]
         config = load_config([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
-        assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and devices_apart(config) == ([], "")
+        assert (
+            plan_run(config).rollout.count == 6
+            and not plan_run(config).notes
+            and devices_apart(plan_run(config)) == ([], "")
+        )
     apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
-    assert devices_apart(load_config([*words, *apart])) == ([2, 2], " and 4 devices for the rollout")
+    assert devices_apart(plan_run(load_config([*words, *apart]))) == ([2, 2], " and 4 devices for the rollout")
     place(*words, *apart, "actor_rollout_ref.rollout.name=native")
     far = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8"]
-    assert devices_apart(load_config([*words, *far])) == ([0, 0, 8], " and 8 devices for the rollout")
+    assert devices_apart(plan_run(load_config([*words, *far]))) == ([0, 0, 8], " and 8 devices for the rollout")
     reward = [f"reward.reward_model.{key}" for key in ("enable=True", "model_path=m", "enable_resource_pool=True")]
     sized = [*reward, "reward.reward_model.nnodes=1", "reward.reward_model.n_gpus_per_node=2"]
-    ranks = load_config([*words, *sized])
+    ranks = plan_run(load_config([*words, *sized]))
     assert devices_apart(ranks) == ([2, 0], " and 2 devices for the reward model")
-    assert place_roles(ranks)[1] == Pool("reward_model", ("reward_model",), 2, 6)
-    served = load_config([*words, *sized, "reward.reward_model.rollout.name=vllm"])
-    assert devices_apart(served) == devices_apart(ranks) and [pool.name for pool in place_roles(served)] == ["actor"]
+    assert pools_of(ranks)[1] == Pool("reward_model", ("reward_model",), 2, first_device=6)
+    served = plan_run(load_config([*words, *sized, "reward.reward_model.rollout.name=vllm"]))
+    assert devices_apart(served) == devices_apart(ranks) and [pool.name for pool in pools_of(served)] == ["actor"]
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ConfigError])
@@ -228,7 +237,7 @@ def test_the_line_of_the_placement_ends_no_run(error: type[Exception], monkeypat
 
     monkeypatch.setattr(placement, "count_roles", fail)
     said: list[str] = []
-    announce_plan(load_config([*ON_CPU, "trainer.n_gpus_per_node=2"]), said.append)
+    announce(load_config([*ON_CPU, "trainer.n_gpus_per_node=2"]), said.append)
     assert said == ["placement    actor: 2 devices (cpu 0-1): actor, rollout (2 replicas of 1), critic"]
 
 
@@ -248,13 +257,13 @@ def test_auto_is_ray_where_several_machines_or_a_cluster_are_asked_for(monkeypat
 
 def test_every_machine_holds_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch):
     on_two = [*ON_CPU, "trainer.nnodes=2", "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1"]
-    assert [pool.num_ranks for pool in place(*on_two)] == [4, 2]
+    assert [pool.num_devices for pool in place(*on_two)] == [4, 2]
     found = refusal(*on_two, "trainer.runtime=processes")
     assert found.startswith(
         "trainer.runtime=processes is on one machine, but trainer.nnodes=2; use trainer.runtime=ray"
     )
     on_gpus(monkeypatch, 2)  # of this machine: Ray says what the others have
-    assert place(*PPO, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")[0].num_ranks == 8
+    assert place(*PPO, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")[0].num_devices == 8
     monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda name: None)
     assert refusal(*on_two) == "trainer.runtime=ray needs Ray, which is not installed: pip install -e '.[ray]'"
 
@@ -270,7 +279,7 @@ def test_a_ray_on_this_machine_is_reported_and_not_joined(tmp_path: Path, monkey
     def start() -> list[str]:
         said.clear()
         config = load_config(ON_CPU)
-        assert list(start_pools(config, 1, place_roles(config), said.append).groups.values()) == ["inline"]
+        assert list(start_pools(config, 1, plan_run(config), said.append).groups.values()) == ["inline"]
         return said
 
     assert start() == []
@@ -322,5 +331,5 @@ def test_ranks_are_watched_for_the_configured_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placement, "reserve", lambda *_: "reserved")
     words = [f"trainer.runtime={runtime}", "trainer.n_gpus_per_node=2", "trainer.stall_timeout_s=7"]
     config = load_config([*ON_CPU, *words])
-    start_pools(config, 1, place_roles(config))
+    start_pools(config, 1, plan_run(config))
     assert [arguments[5] for arguments in started] == [7.0]

@@ -4,7 +4,8 @@ import pytest
 
 from tests.unit.trainer.test_placement import start_on_the_drivers_machine
 from verl.config import ConfigError, load_config
-from verl.trainer.ppo.plan import Machine, Plan, PlannedPool, Replicas, plan_placement
+from verl.runtime.pools import Pool
+from verl.trainer.ppo.plan import Machine, Plan, Replicas, plan_placement
 from verl.trainer.ppo.plan_tables import devices_table, log_lines
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,7 +31,7 @@ def refusal(*words: str, machine: Machine = EIGHT, runtime: str = "auto") -> str
 )
 def test_replicas_are_the_devices_over_tensor_times_data_parallel_size(tensor: int, data: int, expected: int):
     made = plan(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size={tensor}", f"{ROLLOUT}.data_parallel_size={data}")
-    assert made.pools == (PlannedPool("actor", ("actor", "rollout"), 8),)
+    assert made.pools == (Pool("actor", ("actor", "rollout"), 8),)
     assert made.rollout == Replicas("rollout", "actor", expected, tensor, data)
 
 
@@ -170,11 +171,11 @@ def test_where_no_devices_are_counted_data_parallel_size_means_replicas_and_says
 
 def test_a_rollout_apart_takes_devices_of_the_same_machines_or_machines_of_its_own():
     beside = plan(*VLLM, SPLIT, f"{ROLLOUT}.n_gpus_per_node=4")
-    assert beside.pools == (PlannedPool("actor", ("actor",), 4), PlannedPool("rollout", ("rollout",), 4, 1, 4))
+    assert beside.pools == (Pool("actor", ("actor",), 4), Pool("rollout", ("rollout",), 4, 1, 4))
     assert beside.rollout == Replicas("rollout", "rollout", 4) and beside.num_devices == 8
     both = [*VLLM, "trainer.n_gpus_per_node=8", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=8"]
     apart = plan(*both, runtime="ray")
-    assert apart.pools[1] == PlannedPool("rollout", ("rollout",), 8, 2, 0, 1) and apart.num_nodes == 3
+    assert apart.pools[1] == Pool("rollout", ("rollout",), 8, 2, 0, 1) and apart.num_nodes == 3
     assert apart.num_devices == 24
     found = refusal(*both, runtime="processes")
     assert "(actor 1 x 8, rollout 2 x 8) take 3 machines of 8 devices, and trainer.runtime=processes" in found

@@ -171,7 +171,7 @@ def commanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: Run, build
     left, lines = iter(runs), []
     monkeypatch.setattr(run_setup, "build_run", build or (lambda *given: next(left)))
     restarts = Restarts(config(tmp_path), lines.append)
-    restarts.run(lambda config: main_ppo._train(config, lines.append, [], restarts))
+    restarts.run(lambda config: main_ppo._train(config, lines.append, restarts, lambda run: None))
     return lines
 
 

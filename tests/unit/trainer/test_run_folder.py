@@ -1,6 +1,7 @@
 """Where a run may write: its own folder again, a free one, or nowhere."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 from verl.config import load_config
 from verl.observe.run_record import write_run_record
 from verl.trainer.run_folder import RunPlace, claimed_run
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, DataError
 from verl.utils.folder_lock import FolderInUseError, one_run_in
 
-BASE = ["actor_rollout_ref.model.path=m", "trainer.project_name=p"]
+BASE = ["actor_rollout_ref.model.path=m", "trainer.project_name=p", "data.val_files=rows.jsonl"]
 MINE = "trainer.experiment_name=mine"
 MORE = "actor_rollout_ref.rollout.n=4"
 
@@ -132,3 +133,65 @@ def test_readable_answers_of_an_earlier_run_stay_too():
 def test_a_run_in_progress_is_not_renamed_away_from():
     with one_run_in("checkpoints/p/mine", "trainer.default_local_dir"), pytest.raises(FolderInUseError):
         claim(MINE, "trainer.on_existing=rename")
+
+
+def test_a_flipped_digit_in_the_record_is_damage_and_no_other_configuration():
+    config = begin(MINE, MORE, logged=3, saved=3)
+    file = Path(config.trainer.default_local_dir) / "run.json"
+    file.write_text(file.read_text().replace('"n": 4', '"n": 5'))
+    _, place = claim(MINE, MORE)
+    assert place.state == "continues after step 3"
+    assert "run.json is damaged" in place.lines[0] and "digest" in place.lines[0]
+    assert "its configuration is not compared" in place.lines[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe", b"[" * 100_000, b"[]", b'{"name": "x"}',
+        b'{"name": "x", "metrics": null, "total_steps": 1e999, "config": {}}',
+        b'{"name": "x", "metrics": null, "total_steps": 1, "config": {"trainer": 3}}',
+    ],
+)  # fmt: skip
+def test_a_record_that_cannot_be_read_is_said_and_stops_no_resume(content: bytes):
+    config = begin(MINE, logged=3, saved=3)
+    (Path(config.trainer.default_local_dir) / "run.json").write_bytes(content)
+    _, place = claim(MINE)
+    assert place.state == "continues after step 3" and "run.json is damaged" in place.lines[0]
+    claim()  # a run without a name looks at all earlier ones
+
+
+def test_the_record_of_an_earlier_version_has_no_digest_and_is_compared():
+    config = begin(MINE, MORE, logged=3, saved=3)
+    file = Path(config.trainer.default_local_dir) / "run.json"
+    record = json.loads(file.read_text())
+    del record["sha256"]
+    file.write_text(json.dumps(record))
+    assert claim(MINE, MORE)[1] == RunPlace("continues after step 3")
+    with pytest.raises(ConfigError, match=r"another configuration \(actor_rollout_ref.rollout.n 4 -> 1"):
+        claim(MINE)
+
+
+def test_links_and_folders_in_the_place_of_the_record_are_said_in_one_line():
+    config = begin(MINE, logged=3, saved=3)
+    file = Path(config.trainer.default_local_dir) / "run.json"
+    file.unlink()
+    file.symlink_to("gone")
+    assert claim(MINE)[1].state == "continues after step 3"
+    claim()
+    file.unlink()
+    file.mkdir()
+    assert "run.json is damaged" in claim(MINE)[1].lines[0]
+    with pytest.raises(DataError, match="is a folder, where the run's record belongs"):
+        write_run_record(file.parent, config, 9)
+
+
+@pytest.mark.parametrize("name", ["run.json", "fastest.json", "run.lock", "ledger/step_000001.parquet"])
+def test_a_pipe_among_the_records_of_a_run_is_refused_and_never_waited_for(name: str):
+    config = begin(MINE, logged=3, saved=3)
+    file = Path(config.trainer.default_local_dir) / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match=f"{name.rpartition('/')[2]} is a pipe or a device"):
+        claim(MINE)

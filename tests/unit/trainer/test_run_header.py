@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import load_config
+from verl.config import RunConfig, SFTConfig, load_config
 from verl.trainer.ppo.rollout_setup import training_sampling, validation_sampling
 from verl.trainer.run_folder import RunPlace
 from verl.trainer.run_header import closing_lines, format_count, opening_lines, when_validated
@@ -38,7 +38,16 @@ def test_the_first_line_says_when_the_model_will_be_lost(override: str, first: s
     ],
 )
 def test_a_run_says_that_its_trained_model_is_not_validated(override: str, said: str):
-    assert when_validated(load_config([MODEL, override])) == said
+    assert when_validated(load_config([MODEL, "data.val_files=v", override])) == said
+
+
+@pytest.mark.parametrize("preset", ["ppo_trainer", "sft_trainer"])
+def test_the_header_says_that_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch, preset: str):
+    key, root = ("model.path=nowhere", SFTConfig) if preset == "sft_trainer" else (MODEL, RunConfig)
+    for load, is_busy in ((1e6, True), (0.0, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        lines = opening_lines(load_config([key], config_name=preset, root=root), RunPlace("new"))
+        assert any(line.startswith("machine      busy: load 1000000.0 on") for line in lines) == is_busy
 
 
 def test_the_runs_of_the_readme_validate_the_model_that_they_train():
@@ -71,7 +80,8 @@ def test_the_header_names_the_distillation_and_its_teachers(override: str, said:
 
 def test_fine_tuning_always_saves_its_last_step():
     lines = opening_lines(load_config(["model.path=m"], config_name="sft_trainer"), RunPlace("new"))
-    assert "saves nothing" not in lines[0] and "the last step" in lines[-1]
+    assert "saves nothing" not in lines[0]
+    assert any(line.startswith("checkpoints") and "the last step" in line for line in lines)
 
 
 @pytest.mark.parametrize(("complete", "more"), [(True, " and a larger trainer.total_training_steps"), (False, "")])

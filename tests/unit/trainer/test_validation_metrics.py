@@ -1,6 +1,7 @@
 """Validation metrics: names of the headline figures, and values against naive loops and closed forms."""
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -24,52 +25,63 @@ def metrics(values, uids=None, sources=None, **infos):
     return process_validation_metrics(sources or ["toy"] * len(values), uids, {"reward": values, **infos})
 
 
-def naive_bootstrap(num_answers, size, reduce):
-    """The definition: 1000 draws of `size` answers with replacement, seed 42, one `choice` at a time."""
-    generator = np.random.RandomState(42)
-    results = [reduce(generator.choice(num_answers, size, replace=True)) for _ in range(1000)]
-    return np.mean(results), np.std(results)
+VALUES = [0.1, 0.9, 0.4, 0.4, 0.0, 1.0, 0.3]
+PREDS = ["a", "b", "a", "c", "b", "c", "d"]
 
 
-VALUES = [0.1, 0.9, 0.4, 0.4, 0.0, 1.0]
-PREDS = ["a", "b", "a", "c", "b", "c"]
+def elect(subset, values=VALUES, preds=PREDS):
+    """The value of the first answer with the most frequent pred; most_common keeps the order of first appearance."""
+    winner = Counter(preds[i] for i in subset).most_common(1)[0][0]
+    return next(values[i] for i in subset if preds[i] == winner)
 
 
-@pytest.mark.parametrize("size", [2, 4, 6])
-@pytest.mark.parametrize(("name", "reduce"), [("best", max), ("worst", min)])
-def test_best_and_worst_equal_the_naive_bootstrap(size, name, reduce):
-    mean, std = naive_bootstrap(6, size, lambda draw: reduce(VALUES[i] for i in draw))
-    out = metrics(VALUES)
-    found = [v for k, v in out.items() if f"/{name}@{size}/" in k]
-    assert found == pytest.approx([mean, std])
+REDUCTIONS = {
+    "best": lambda subset: max(VALUES[i] for i in subset),
+    "worst": lambda subset: min(VALUES[i] for i in subset),
+    "maj": elect,
+}
 
 
-@pytest.mark.parametrize("size", [2, 4, 6])
-def test_majority_equals_the_naive_bootstrap(size):
-    def elect(draw):
-        votes = Counter(PREDS[i] for i in draw)  # most_common keeps the order of first appearance among equals
-        winner = votes.most_common(1)[0][0]
-        return next(VALUES[i] for i in draw if PREDS[i] == winner)
-
-    mean, std = naive_bootstrap(6, size, elect)
+@pytest.mark.parametrize("size", [2, 4, 7])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_best_worst_and_majority_are_those_of_all_subsets(size, name):
+    results = [REDUCTIONS[name](subset) for subset in itertools.combinations(range(len(VALUES)), size)]
+    expected = [np.mean(results), np.std(results)][: 1 if size == len(VALUES) else 2]  # one subset has no deviation
     out = metrics(VALUES, pred=PREDS)
-    assert [v for k, v in out.items() if f"/maj@{size}/" in k] == pytest.approx([mean, std])
+    assert [v for k, v in out.items() if f"/{name}@{size}/" in k] == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_best_of_n_is_near_its_expectation(size):
-    values = [float(i < 2) for i in range(8)]  # two of eight are right: P(best of n) = 1 - (6/8)^n
-    expected = 1 - 0.75**size
-    error = math.sqrt(expected * (1 - expected) / 1000)
+@pytest.mark.parametrize("seed", range(6))
+def test_majorities_of_random_answers_are_those_of_all_subsets(seed):
+    generator = random.Random(seed)
+    count = generator.randint(3, 9)
+    values = [generator.choice([0.0, 1.0, generator.random()]) for _ in range(count)]
+    preds = [generator.choice("abc") for _ in range(count)]
+    out = metrics(values, pred=preds)
+    for size in subset_sizes(count):
+        results = [elect(subset, values, preds) for subset in itertools.combinations(range(count), size)]
+        found = next(v for k, v in out.items() if k.endswith(f"reward/maj@{size}/mean"))
+        assert found == pytest.approx(np.mean(results), abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_best_of_n_is_the_chance_that_one_of_n_is_right(size):
+    values = [float(i in (3, 7)) for i in range(16)]
+    expected = 1 - math.comb(14, size) / math.comb(16, size)
     found = next(v for k, v in metrics(values).items() if k.endswith(f"best@{size}/mean"))
-    assert abs(found - expected) < 4 * error + 1e-12
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_very_many_answers_only_all_vote():
+    out = metrics([1.0, 0.0, 0.0] + [1.0] * 254, pred=["x", "y", "y"] + [str(i) for i in range(254)])
+    assert [(k, v) for k, v in out.items() if "/maj@" in k] == [("val-core/toy/reward/maj@257/mean", 0.0)]
 
 
 def test_names_of_the_surface_with_several_answers():
     out = metrics([0.0, 1.0, 1.0, 1.0], acc=[False, True, True, True], pred=["1", "2", "2", "2"])
-    core = {"val-core/toy/acc/" + name for name in ("mean@4", "best@4/mean", "best@4/std", "maj@4/mean", "maj@4/std")}
+    core = {"val-core/toy/acc/" + name for name in ("mean@4", "best@4/mean", "maj@4/mean")}
     assert {name for name in out if name.startswith("val-core")} == core
-    both = [f"{kind}@{n}/{part}" for kind in ("best", "worst", "maj") for n in (2, 4) for part in ("mean", "std")]
+    both = [f"{kind}@{part}" for kind in ("best", "worst", "maj") for part in ("2/mean", "2/std", "4/mean")]
     expected = {f"{variable}/{name}" for variable in ("reward", "acc") for name in [*both, "mean@4", "std@4"]}
     assert {name.split("/toy/")[1] for name in out} == expected
     assert out["val-core/toy/acc/mean@4"] == 0.75
@@ -118,7 +130,7 @@ def test_columns_of_other_lengths_are_refused():
 
 def test_a_large_validation_takes_seconds():
     generator = random.Random(0)
-    uids = [str(i // 16) for i in range(800 * 16)]
+    uids = [str(i // 16) for i in range(200 * 16)]
     values = [float(generator.random() < 0.4) for _ in uids]
     started = time.monotonic()
     metrics(values, uids, pred=[str(generator.randrange(5)) for _ in uids])
@@ -173,3 +185,16 @@ def test_numeric_parts_of_a_reward_are_metrics_of_training_over_the_answers_that
         "reward/acc/mean": 0.5, "reward/acc/max": 1.0, "reward/acc/min": 0.0,
     }  # fmt: skip
     assert found["reward/form/mean"] == 0.5 and found["reward/doubts/min"] == 2.0 and len(found) == 9
+
+
+def test_several_outputs_of_a_conversation_are_one_answer():
+    def output(conversation: int, reward: float, pred: str) -> Trajectory:
+        return dataclasses.replace(answer(0, reward, acc=reward > 0, pred=pred), conversation=conversation)
+
+    answers = [output(0, 1.0, "a"), output(0, 1.0, "b"), output(0, 0.0, "c"), output(1, 0.0, "d"), output(2, 0.5, "d")]
+    found = validation_metrics(RolloutBatch(answers))
+    assert found["val-core/toy/acc/mean@3"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert found["val-aux/toy/reward/best@3/mean"] == pytest.approx(2 / 3)
+    assert found["val-core/toy/acc/maj@3/mean"] == 0.0  # of outputs, the last pred votes
+    parts = reward_part_metrics(answers)
+    assert parts["reward/acc/mean"] == pytest.approx((2 / 3 + 0 + 1) / 3)

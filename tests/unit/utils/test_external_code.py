@@ -2,6 +2,8 @@
 
 import pytest
 
+from verl.agent.loop import AGENT_LOOPS
+from verl.agent.tools import load_tools
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import check_user_object, import_external, load_object
 
@@ -61,3 +63,39 @@ def test_a_file_that_cannot_define_the_name_is_refused_in_the_words_of_loading_i
 def test_modules_and_nothing_are_not_looked_at():
     check_user_object(None, "f", "k")
     check_user_object("pkg://no.such.module", "f", "k")
+
+
+TOOL_FILE = """
+from verl.experimental.agent_loop import AgentLoopBase, register
+from verl.tools.function_tool import function_tool
+
+@register("loop_of_%s")
+class Mine(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs): ...
+
+@function_tool
+def look(word: str) -> str:
+    \"\"\"Look.
+
+    Args:
+        word: what for
+    \"\"\"
+    return word
+"""
+
+
+@pytest.mark.parametrize("first", ["external_lib", "function_tool_path"])
+@pytest.mark.parametrize("as_file", [False, True], ids=["module", "file"])
+def test_one_file_may_be_external_lib_and_function_tool_path(tmp_path, monkeypatch, first, as_file):
+    name = f"both_{first}_{as_file}".lower()
+    (file := tmp_path / f"{name}.py").write_text(TOOL_FILE % name)
+    monkeypatch.syspath_prepend(tmp_path)
+    steps = {
+        "external_lib": lambda: import_external(str(file) if as_file else name),
+        "function_tool_path": lambda: load_tools(None, str(file)),
+    }
+    steps.pop(first)()
+    [second] = steps.values()
+    second()
+    assert list(load_tools(None, str(file))) == ["look"] and f"loop_of_{name}" in AGENT_LOOPS
+    assert list(load_tools(None, f"pkg://{name}")) == ["look"]

@@ -127,7 +127,7 @@ later.start()
 ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.1), raw.write(b" of a pool")))
 print("said", end="")
 if __name__ == "__main__":
-    end_process(int(sys.argv[1]))
+    end_process(lambda: int(sys.argv[1]))
 """
 
 
@@ -165,3 +165,38 @@ def test_every_program_of_the_package_ends_by_end_process():
     texts = {str(path): path.read_text() for path in ROOT.joinpath("verl").rglob("*.py")}
     assert [path for path, text in texts.items() if re.search(r"(exit|Exit)\((\w+\.)?\w*main\(", text)] == []
     assert sum(".process_end import end_process" in text for text in texts.values()) > 12
+
+
+NOISE = """
+import atexit, logging, sys, threading, time, types
+
+sys.modules["torch"] = types.ModuleType("torch")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print("a word that nobody flushed")
+    atexit.register(lambda: print("a hook of the user"))
+    atexit.register(logging.getLogger("some.library").warning, "a library says good-bye")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("a thread")), daemon=False).start()
+    raise ValueError("boom")
+"""
+ANSWER = '{"data_source": "mine", "responses": ["1"], "reward_model": {"ground_truth": "1"}}\n'
+
+
+def last_line(folder: Path, *words: str) -> str:
+    """The last line on the screen of a command that refuses."""
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.cli", *words],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    assert done.returncode, done.stdout
+    return done.stdout.splitlines()[-1]
+
+
+def test_the_error_of_a_command_is_the_last_thing_on_the_screen(tmp_path: Path):
+    (tmp_path / "noise.py").write_text(NOISE)
+    (tmp_path / "answers.jsonl").write_text(ANSWER)
+    scoring = ["eval", "data.path=answers.jsonl", "reward.custom_reward_function.path=noise.py"]
+    assert last_line(tmp_path, *scoring).startswith("Repair the function, or set ")  # the end of the error
+    assert last_line(tmp_path, "config", "print", "trainer.nonsense=1").startswith("error: unknown key")
+    assert last_line(tmp_path, "sft", "model.path=nowhere").startswith(("error: ", "  2. "))

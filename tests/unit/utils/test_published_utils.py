@@ -70,6 +70,29 @@ def test_paths_in_hdfs_go_to_the_command(hdfs: Path, tmp_path: Path):
         makedirs("hdfs://full")
 
 
+def test_a_copy_without_a_cache_folder_is_in_one_that_others_cannot_reach(hdfs: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    folder = tmp_path / "temporary" / f"verl-{os.getuid()}"
+    folder.parent.mkdir()
+    assert Path(copy_to_local("hdfs://there/data.parquet")).is_relative_to(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(PermissionError, match=r"drwxrwx--- of user .* must be a folder, drwx------"):
+        copy_to_local("hdfs://there/data.parquet")
+    folder.rename(tmp_path / "moved")
+    (tmp_path / "moved").chmod(0o700)
+    folder.symlink_to(tmp_path / "moved")
+    with pytest.raises(PermissionError, match="is lrwxrwxrwx"):
+        copy_to_local("hdfs://there/data.parquet")
+    folder.unlink()
+    (tmp_path / "moved").rename(folder)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    folder.rename(folder.with_name(f"verl-{os.getuid()}"))
+    with pytest.raises(PermissionError, match="remove it, or pass cache_dir"):
+        copy_to_local("hdfs://there/data.parquet")
+
+
 def test_paths_in_hdfs_without_the_command_are_an_error_that_says_so(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match="hdfs:// paths need the command `hdfs`"):
@@ -98,8 +121,11 @@ class Doubled(RLHFDataset):
 """
 
 
-def test_a_published_data_set_derives_from_ours_and_is_run(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(PUBLISHED_DATASET)
+@pytest.mark.parametrize("arguments", ["example", "example, key", "example: dict, key: str"])
+def test_a_published_data_set_derives_from_ours_and_is_run(tmp_path: Path, arguments: str):
+    names = arguments.replace(": dict", "").replace(": str", "")
+    text = PUBLISHED_DATASET.replace("(self, example)", f"(self, {arguments})")
+    (tmp_path / "mine.py").write_text(text.replace("._build_messages(example)", f"._build_messages({names})"))
     row = {"prompt": [{"role": "user", "content": "ab"}], "data_source": "x", "reward_model": {"ground_truth": "1"}}
     rows = [dict(row, extra_info={"index": i, "tools_kwargs": {"t": {}}}) for i in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

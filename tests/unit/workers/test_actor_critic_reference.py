@@ -1,11 +1,12 @@
 """Actor, critic and reference as the driver sees them: mini-batches, micro-batches, one schedule step per update."""
 
 import itertools
+import random
 
 import pytest
 import torch
 
-from tests.engine_cases import build_engine, random_batch, save_tiny_model
+from tests.engine_cases import build_engine, random_batch, save_tiny_model, tiny_qwen3
 from verl.algorithms.losses import make_actor_loss
 from verl.commands.certify import formulas
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
@@ -13,11 +14,14 @@ from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO
 from verl.config.algorithm import PADDED_AGG_MODES
 from verl.config.load import pop_unread_keys
 from verl.config.run_config import ActorRolloutRefConfig
+from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching
+from verl.data.trajectory import Trajectory
 from verl.runtime.inline import InlineGroup
 from verl.trainer.batch_metrics import entropy_metrics
 from verl.utils.errors import ConfigError
 from verl.workers.actor import Actor, build_actor_worker
+from verl.workers.critic import Critic
 from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching
 
 
@@ -99,12 +103,64 @@ def test_the_limit_of_a_micro_batch_that_does_not_decide_counts_as_unread(dynami
     assert unread == [key for key in asked if key.endswith("micro_batch_size_per_gpu") == dynamic]
 
 
-def test_shared_prompts_and_sequences_reach_training_and_log_probs(folder):
-    shared = FSDPEngineConfig(ulysses_sequence_parallel_size=2)
-    actor = build_actor(folder, use_prefix_grouper=True, fsdp_config=shared, ppo_max_token_len_per_gpu=100)
-    assert actor.train_micro == MicroBatching(max_tokens=200, share_prefixes=True)
-    assert actor.infer_micro == MicroBatching(max_tokens=2 * 16384, share_prefixes=True)
-    assert build_actor(folder).train_micro == MicroBatching(max_tokens=16384)
+def test_split_sequences_reach_training_and_log_probs(folder):
+    actor = build_actor(
+        folder, fsdp_config=FSDPEngineConfig(ulysses_sequence_parallel_size=2), ppo_max_token_len_per_gpu=100
+    )
+    assert actor.train_micro == MicroBatching(max_tokens=200)
+    assert actor.infer_micro == MicroBatching(max_tokens=2 * 16384)
+
+
+def answers(groups: list[tuple[int, int, int]]) -> Batch:
+    """(prompt, answers, tokens of an answer) of each group."""
+    rows, draw = [], random.Random(1)
+    for number, (prompt, count, length) in enumerate(groups):
+        ids = [draw.randrange(3, 60) for _ in range(prompt)]
+        for _ in range(count):
+            answer = [draw.randrange(3, 60) for _ in range(length)]
+            rows.append(Trajectory.from_completion(ids, answer, [0.0] * length, group_id=number))
+    return Batch.pack(rows)
+
+
+def test_a_groups_prompt_is_computed_once_unless_that_saves_next_to_nothing(folder):
+    groups, alone, long = answers([(9, 4, 3), (5, 2, 3)]), answers([(9, 1, 3), (5, 1, 3)]), answers([(2, 2, 40)])
+    actor = build_actor(folder)
+    for batch, computed in ((groups, 9 + 4 * 3 + 5 + 2 * 3), (alone, None), (long, None)):
+        weighted = batch.with_columns(advantages=torch.ones(batch.num_tokens) * batch["loss_mask"])
+        found = actor.update(weighted, step=1)[0].values()
+        assert found.get("perf/computed_tokens") == computed
+        assert found.get("perf/trained_tokens") == (batch.num_tokens if computed else None)
+    asked = {on: build_actor(folder, use_prefix_grouper=on) for on in (True, False, "auto")}
+    passes = {on: actor.logprobs(groups) for on, actor in asked.items()}
+    assert {on: actor.dispatcher.shares_prompts for on, actor in asked.items()} == {
+        True: True,
+        False: False,
+        "auto": True,
+    }
+    for logprobs in passes.values():
+        torch.testing.assert_close(logprobs, passes[False], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [({}, True), ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, False)],
+)
+def test_layers_with_a_window_and_padded_models_compute_each_prompt_unless_asked(tmp_path, changes, shares):
+    engine = build_engine(save_tiny_model(tmp_path, tiny_qwen3(**changes)))
+    assert engine.shares_prompts is shares
+    padded = build_engine(save_tiny_model(tmp_path / "padded", tiny_qwen3()), model={"use_remove_padding": False})
+    assert not padded.shares_prompts
+
+
+def test_a_critic_that_cannot_share_prompts_computes_each_where_the_actor_is_asked_to(tmp_path):
+    config = RunConfig(actor_rollout_ref=ActorRolloutRefConfig(actor=ActorConfig(use_prefix_grouper=True)))
+    folder, batch, found = save_tiny_model(tmp_path, tiny_qwen3()), answers([(9, 4, 3)]), []
+    for packed in (True, False):
+        engine = build_engine(folder, value_head=True, model={"use_remove_padding": packed})
+        critic = Critic(config, InlineGroup(EngineWorker(engine)))
+        found.append(critic.values(batch))
+        assert critic.dispatcher.shares_prompts is packed
+    torch.testing.assert_close(*found)
 
 
 def test_an_update_takes_every_optimiser_step_and_one_schedule_step(folder):

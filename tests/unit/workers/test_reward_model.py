@@ -57,3 +57,17 @@ def test_scores_do_not_depend_on_the_micro_batches_or_the_order(tmp_path: Path, 
     assert model.scores(asked) == pytest.approx(whole, abs=1e-6)
     assert model.scores(asked[::-1])[::-1] == pytest.approx(whole, abs=1e-6)
     assert [model.scores([ids])[0] for ids in asked] == pytest.approx(whole, abs=1e-6)
+
+
+def test_answers_to_one_prompt_have_it_computed_once_and_score_the_same(tmp_path: Path):
+    folder, draw = save_reward_model(tmp_path / "rm", tiny_qwen3()), random.Random(5)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, 60) for _ in range(count)]
+
+    asked = [prompt + ids(n) for prompt in (ids(20), ids(7), ids(30)) for n in (3, 1, 6)] + [[5], [5]]
+    draw.shuffle(asked)
+    model = build(folder, "fp64")
+    found = torch.tensor(model.scores(asked))
+    torch.testing.assert_close(found, torch.tensor(oracle_scores(folder, asked)), rtol=1e-6, atol=1e-6)
+    assert model.dispatcher.shares_prompts

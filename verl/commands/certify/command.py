@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 from verl.config import HFModelConfig, RunConfig, load_config, schema
 from verl.config.check import uses_critic
+from verl.data.file_places import data_paths
 from verl.observe.progress import Progress
-from verl.trainer.early_checks import check_files, check_model_place
+from verl.trainer.early_checks import check_model_place
 from verl.utils.errors import ConfigError, Mistakes, VerlError
+from verl.utils.process_end import say_error
 
 HELP = """Check that the gradient does not depend on how a mini-batch is split, packed and computed.
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config, options.tiny, options.sequences, options.length, options.seed, options.ranks, progress
             )
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     if not options.json:
         print_table(certificate)
@@ -73,5 +75,5 @@ def check_models_and_files(config: RunConfig, tiny: bool) -> None:
     default = schema.keys(RunConfig)["data.train_files"].default
     if config.data.train_files not in (default, os.path.expanduser(default)):  # without: random prompts
         with mistakes:
-            check_files(config.data.train_files)
+            data_paths(config.data.train_files)
     mistakes.raise_if_any("things keep this configuration from being checked")

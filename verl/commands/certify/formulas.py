@@ -171,11 +171,15 @@ def optimal_token_baseline(
 ) -> Numbers:
     """Advantages: the reward to go less the weighted mean of that of aligned tokens in the group.
 
-    Tokens are aligned that stand as many tokens after their first sampled one; with `align_by_sampled` only sampled
-    tokens are counted. `importance`: weights of the losses, which make the gradient of a token as many times larger.
-    `sampled_masks`: `masks` with the tokens that rollout correction has rejected.
+    Tokens are aligned that stand as many tokens after their first sampled one, also those of the environment before
+    the last sampled one; with `align_by_sampled` only sampled tokens are counted and aligned.
+    `importance`: weights of the losses, which make the gradient of a token as many times larger. `sampled_masks`:
+    `masks` with the tokens that rollout correction has rejected.
     """
-    to_go = [rewards_to_go(r, m, 1.0) for r, m in zip(rewards, masks, strict=True)]
+    to_go = [
+        [math.fsum(r for r, m in zip(row[t:], mask[t:], strict=True) if m) for t in range(len(row))]
+        for row, mask in zip(rewards, masks, strict=True)
+    ]
     energy = [
         [1 - 2 * math.exp(lp) + sq for lp, sq in zip(*row, strict=True)] for row in zip(log_p, squares, strict=True)
     ]
@@ -191,13 +195,17 @@ def optimal_token_baseline(
     def weight(i: int, t: int) -> float:
         return math.fsum(energy[i][s] for s in range(t + 1) if masks[i][s])
 
+    def compared(j: int) -> list[int]:
+        sampled = [s for s, m in enumerate(masks[j]) if m]
+        return sampled if align_by_sampled or not sampled else list(range(sampled[0], sampled[-1] + 1))
+
     for i, mask in enumerate(masks):
         for t in (t for t in range(len(mask)) if mask[t]):
             peers = [
                 (j, s)
                 for j in members(groups, i)
-                for s in range(len(masks[j]))
-                if masks[j][s] and aligned_position(j, s) == aligned_position(i, t)
+                for s in compared(j)
+                if aligned_position(j, s) == aligned_position(i, t)
             ]
             total = math.fsum(weight(j, s) for j, s in peers)
             product = math.fsum(to_go[j][s] * weight(j, s) for j, s in peers)

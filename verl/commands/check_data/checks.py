@@ -1,4 +1,4 @@
-"""The checks of prompts: duplicates, leaked answers, lengths, tools. docs/check_data.md has the rules."""
+"""The checks of prompts: duplicates, leaked answers, lengths, tools. docs/rewards/check_data.md has the rules."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from verl.agent.agent_runner import AgentRunner
 from verl.commands.check_data.rows import Count, Row, Split
 from verl.config import RunConfig
 from verl.data.chat import PromptTemplate
-from verl.data.prompts import lacks_tool_arguments
+from verl.data.prompt_rows import WRITTEN_LIST, holds_messages, lacks_tool_arguments
 from verl.observe.checks_page import GOOD, SKIPPED, WARNING, WRONG, CheckResult
 from verl.rewards.gold_answers import gold_texts
 from verl.utils.errors import ConfigError
@@ -38,6 +38,11 @@ def found(
 def check_readable(split: Split) -> CheckResult:
     text = "rows are refused by a run; repair them or take them out of the file"
     return found(f"{split.name}: rows a run can read", split.refused, split.count, text, WRONG)
+
+
+def check_texts(split: Split) -> CheckResult:
+    texts = [(row.where, short(row.text)) for row in split.rows if holds_messages(row.messages[-1].get("content"))]
+    return found(f"{split.name}: prompts as text", texts, len(split.rows), f"rows {WRITTEN_LIST}", WARNING)
 
 
 def check_duplicates(split: Split) -> list[CheckResult]:

@@ -11,11 +11,13 @@ from verl.commands.check_data.checks import (
     check_leaks,
     check_lengths,
     check_readable,
+    check_texts,
     check_tools,
     worst,
 )
 from verl.commands.check_data.gold import check_gold
 from verl.commands.check_data.rows import Split, read_split
+from verl.commands.check_data.settings import settings_for
 from verl.commands.parsers import data_options
 from verl.commands.plan.command import load_run_config
 from verl.config import RunConfig
@@ -30,7 +32,9 @@ from verl.utils.paths import expand_home
 def main(argv: Sequence[str] | None = None) -> int:
     """0: nothing that cannot be right; 1: something is; 2: a mistake the message explains."""
     options, words = data_options(argv)
-    config = load_run_config(words)
+    config, settings = load_run_config(words), ""
+    if options.files:
+        config, settings = settings_for(options.files, config)
     with Progress(interval_s=2.0) as progress:
         splits, results = check_rows(config, progress)
     print_results(results, options.examples)
@@ -41,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_checks_page(page, "Check of the data", facts, results)
     code = worst(results)
     verdict = "something cannot be right" if code else "nothing that cannot be right was found"
+    if settings:
+        print(f"settings to paste: {settings}")
     print(f"{'; '.join(f'{name}: {fact}' for name, fact in facts.items())}\n{verdict}; {page} has more examples")
     return code
 
@@ -63,6 +69,7 @@ def check_rows(config: RunConfig, progress: Progress) -> tuple[list[Split], list
         results.append(check_readable(split))
         if not split.rows:
             continue
+        results.append(check_texts(split))
         progress.stage(f"comparing {split.name} prompts")
         results += [*check_duplicates(split), *check_leaks(split)]
         progress.stage(f"measuring {split.name} prompts")

@@ -1,4 +1,4 @@
-"""Gold answers that the reward of the run does not accept. docs/check_data.md has the rules."""
+"""Gold answers that the reward of the run does not accept. docs/rewards/check_data.md has the rules."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from verl.config import RewardConfig
 from verl.observe.checks_page import SKIPPED, WARNING, WRONG, CheckResult
 from verl.rewards.base import NoScorerError, Reward, RewardInput, Score
 from verl.rewards.gold_answers import FORMS, gold_texts
-from verl.rewards.reward_setup import built_in_reward, custom_reward
+from verl.rewards.reward_setup import function_reward
 from verl.rewards.scorer_lookup import find_scorer
 
 CHUNK = 256  # rows scored between two lines of progress
@@ -20,7 +20,7 @@ CHUNK = 256  # rows scored between two lines of progress
 
 @dataclass
 class Verdict:
-    """What the reward made of a row's gold answer."""
+    """The score of a row's gold answer, or why it has none."""
 
     row: Row
     tried: str = ""  # the last text
@@ -43,7 +43,7 @@ def check_gold(split: Split, config: RewardConfig, count: Count) -> list[CheckRe
     custom, unknown = bool(config.custom_reward_function.path), dict[str, str]()
     for source in () if custom else dict.fromkeys(row.data_source for row in split.rows):
         try:
-            find_scorer(source)
+            find_scorer(source, config.scorer)
         except NoScorerError as error:
             unknown[source] = str(error)
     strangers = [(row.where, unknown[row.data_source]) for row in split.rows if row.data_source in unknown]
@@ -55,7 +55,7 @@ def check_gold(split: Split, config: RewardConfig, count: Count) -> list[CheckRe
     if not scored:
         return [*results, CheckResult(check, SKIPPED, "no row has a gold answer that can be written as text")]
     config = replace(config, on_error="count")
-    reward = custom_reward(config) if custom else built_in_reward(config)
+    reward = function_reward(config)
     log = logging.getLogger("verl.rewards.function_reward")
     before, log.level = log.level, logging.ERROR  # failures are counted below
     try:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from verl.config import DataConfig
 from verl.data.chat import Message, PromptTemplate
 from verl.data.data_files import DataRows, FileRows
-from verl.data.prompts import CustomRows, check_row_and_read_messages, select_rows
+from verl.data.prompt_rows import check_row_and_read_messages
+from verl.data.prompts import CustomRows, select_rows
 from verl.rewards.gold_answers import worked_answer
 
 Count = Callable[[str], None]  # told how far it is
@@ -34,7 +35,7 @@ class Row:
 
     @cached_property
     def text(self) -> str:
-        """What the messages say."""
+        """The text of the messages."""
         return "\n".join(
             content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             for message in self.messages
@@ -73,7 +74,7 @@ def read_split(
         rows, source = CustomRows(paths, tokenizer, config, max_samples), str(config.custom_cls.name)
         selected = set(range(len(rows)))
     else:
-        file_rows = FileRows(files)
+        file_rows = FileRows(files, config)
         rows, source = file_rows, file_rows.file_names()
         selected = set(select_rows(len(rows), max_samples, config).tolist())
     split = Split(name, source, len(selected))
@@ -82,7 +83,7 @@ def read_split(
             continue
         try:
             messages = check_row_and_read_messages(raw, config)
-            rendered = template.render(messages) if template else ""
+            rendered = template.render_prompt(messages) if template else ""
         except Exception as error:  # a ValueError of ours, or whatever the model's chat template raises
             split.refused.append((rows.location(index), str(error)))
             continue

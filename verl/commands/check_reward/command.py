@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.commands.check_data.checks import check_readable, found, worst
+from verl.commands.check_data.checks import check_readable, worst
 from verl.commands.check_data.rows import read_split
 from verl.commands.check_reward import findings, passes
 from verl.commands.check_reward.answers import Answer, Answers, Call
@@ -27,8 +27,6 @@ from verl.utils.paths import expand_home
 ROWS = (64, 8)  # by default; where a call may cost money
 AGAIN_S = 30.0  # that each pass over answers that were scored before may take
 CHILD_START_S = 120.0
-LEFT = "what calls leave behind"
-OWN_PROCESSES = ("remote", "prime")  # managers that make calls in processes of their own
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +59,11 @@ class CheckOfReward:
         self.config, self.words, self.options, self.seed, self.progress = config, words, options, seed, progress
 
     async def run(self) -> tuple[dict[str, str], list[CheckResult]]:
-        """What was checked, and the results."""
+        """Runs the checks; returns what was checked and the results."""
         count, data, reward_config = self.progress.count, self.config.data, self.config.reward
         self.progress.stage("loading the reward")
         tokenizer = passes.tokenizer_of(self.config)
-        with overheard("verl.rewards.process_state") as changes, overheard("verl.rewards.function_reward"):
+        with silenced("verl.rewards.function_reward"):
             reward = passes.checked_reward(self.config, tokenizer, 1)
             self.progress.stage("reading rows")
             template = tokenizer if data.custom_cls.path else None  # which a class of the user's gets
@@ -73,7 +71,7 @@ class CheckOfReward:
             if not split.rows:
                 first = ": ".join(split.refused[0]) if split.refused else "it is empty"
                 raise DataError(f"{split.source} has no row that a run can read; the first: {first}")
-            number = self.options.rows or ROWS[may_cost_money(reward_config)]
+            number = self.options.rows or ROWS[may_cost_money(reward_config, reward)]
             rows = random.Random(self.seed).sample(split.rows, min(number, len(split.rows)))
             answers = Answers(rows, self.seed, tokenizer, self.options.gold_key)
             self.progress.stage("looking for the form of gold answers")
@@ -83,14 +81,11 @@ class CheckOfReward:
             calls = await passes.one_by_one(reward, [answer.given for answer in asked], count)
             results = [check_readable(split), *self.results_of(asked, calls, answers.forms)]
             results += await self.score_again(asked, calls, reward, tokenizer)
-        left = found(LEFT, [("", text) for text in changes], len(calls), "changes of the process", WARNING)
-        own = reward_config.reward_manager.name in OWN_PROCESSES
-        results.append(CheckResult(LEFT, SKIPPED, "calls are made in processes of their own") if own else left)
         facts = {"rows": f"{len(rows):,} of {split.count:,} of {split.source}", "seed": str(self.seed)}
         return facts | {"answers": f"{len(asked):,}"}, results
 
     def results_of(self, asked: Sequence[Answer], calls: Sequence[Call], forms: dict[str, str]) -> list[CheckResult]:
-        """What the first scores of the answers say."""
+        """Results that the first scores of the answers give."""
         scored = [(answer, score) for answer, (score, _) in zip(asked, calls, strict=False)]
         level = WRONG if self.config.reward.on_error == "stop" else WARNING
         note = ", ".join(f"{form.format('…')} of {source}" for source, form in forms.items() if form)
@@ -104,7 +99,7 @@ class CheckOfReward:
         """The same answers again in another order, from threads and from processes; memory."""
         again, check_same = "the same answer again", findings.check_same
         if len(calls) < len(asked):
-            return [CheckResult(again, SKIPPED, f"{passes.MAX_LATE} calls reached their limit")]
+            return [CheckResult(again, SKIPPED, f"{passes.MAX_LATE} calls reached their limit or ended their process")]
         mean_s = sum(seconds for _, seconds in calls) / len(calls)
         number = min(len(asked), max(20, int(AGAIN_S / mean_s)))
         picked = random.Random(self.seed).sample(range(len(asked)), number)
@@ -120,7 +115,7 @@ class CheckOfReward:
         results.append(check_same(f"{passes.THREADS} threads at once", some, first, threads, WRONG))
         self.progress.stage("scoring in other processes")
         results += self.processes(some, first, mean_s)
-        if not may_cost_money(self.config.reward):
+        if not may_cost_money(self.config.reward, reward):
             self.progress.stage("measuring memory")
             results.append(findings.check_memory(*await passes.memory_growth(reward, inputs)))
         return results
@@ -142,17 +137,11 @@ class CheckOfReward:
 
 
 @contextlib.contextmanager
-def overheard(name: str) -> Iterator[list[str]]:
-    """What a logger says inside, which goes nowhere else."""
-    said: list[str] = []
-
-    def hear(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return False
-
+def silenced(name: str) -> Iterator[None]:
+    """A logger says nothing inside."""
     logger = logging.getLogger(name)
-    logger.addFilter(hear)
+    logger.addFilter(is_silent := lambda record: False)
     try:
-        yield said
+        yield
     finally:
-        logger.removeFilter(hear)
+        logger.removeFilter(is_silent)

@@ -1,4 +1,4 @@
-"""What scores say about a reward. docs/check_reward.md has the rules."""
+"""Findings about a reward from its scores. docs/rewards/check_reward.md has the rules."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
 """Scores the same answers in several ways: one by one, again, from many threads, from other processes, many times."""
 
 import asyncio
-import gc
 import itertools
 import json
 import os
@@ -22,13 +21,13 @@ from verl.config import RunConfig
 from verl.models.load import load_tokenizer
 from verl.observe.memory_metrics import resident_memory_bytes
 from verl.rewards.base import Reward, RewardInput, Score
-from verl.rewards.bounded_calls import ProcessKilledError, RewardTimeoutError
-from verl.rewards.process_state import one_batch
+from verl.rewards.calls import ProcessKilledError, RewardTimeoutError
 from verl.rewards.reward_setup import build_reward
+from verl.rewards.scoring_pool import scoring_processes
 from verl.utils.errors import RewardError
 
 LIMIT_S = 60.0  # of a call, where the run's limit is longer
-MAX_LATE = 3  # calls that reached it, after which the others are left out
+MAX_LATE = 3  # calls that reached it or ended their process, after which the others are left out
 THREADS = 16
 MEMORY_CALLS, MEMORY_S, FEWEST_MEMORY_CALLS = 1000, 10.0, 100
 CHILD_ENVIRONMENTS = ({"PYTHONHASHSEED": "1", "LC_ALL": "C.UTF-8"}, {"PYTHONHASHSEED": "2", "LC_ALL": "C"})
@@ -55,14 +54,13 @@ def is_late(score: Score) -> bool:
 async def one_by_one(reward: Reward, inputs: Sequence[RewardInput], count: Callable[[str], None]) -> list[Call]:
     """The scores and times of single calls in this order; fewer where too many calls hang."""
     calls: list[Call] = []
-    with one_batch():
-        for item in inputs:
-            start = time.perf_counter()
-            score = (await all_at_once(reward, [item]))[0]
-            calls.append((score, time.perf_counter() - start))
-            count(f"{len(calls):,} of {len(inputs):,} answers")
-            if sum(is_late(score) for score, _ in calls) >= MAX_LATE:
-                break
+    for item in inputs:
+        start = time.perf_counter()
+        score = (await all_at_once(reward, [item]))[0]
+        calls.append((score, time.perf_counter() - start))
+        count(f"{len(calls):,} of {len(inputs):,} answers")
+        if sum(is_late(score) or score.processes_lost > 0 for score, _ in calls) >= MAX_LATE:
+            break
     return calls
 
 
@@ -75,14 +73,9 @@ async def all_at_once(reward: Reward, inputs: Sequence[RewardInput]) -> list[Sco
 
 
 async def from_threads(reward: Reward, inputs: Sequence[RewardInput]) -> list[Score]:
-    """The scores of all calls at once, between which the interpreter switches as often as it can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        found = await asyncio.gather(*(all_at_once(reward, [item]) for item in inputs))  # one answer a batch, as alone
-        return [score for (score,) in found]
-    finally:
-        sys.setswitchinterval(interval)
+    """The scores of all calls at once."""
+    found = await asyncio.gather(*(all_at_once(reward, [item]) for item in inputs))  # one answer a batch, as alone
+    return [score for (score,) in found]
 
 
 def from_processes(words: Sequence[str], inputs: Sequence[RewardInput], limit_s: float) -> list[list[Score]]:
@@ -118,17 +111,19 @@ def score_in_child(asked: str, scores: str) -> None:
 
 
 async def memory_growth(reward: Reward, inputs: Sequence[RewardInput]) -> tuple[int, float]:
-    """How many more calls were made, and by how many MB a thousand of them would make this process grow."""
-    gc.collect()
-    before, end, calls = resident_memory_bytes().current, time.perf_counter() + MEMORY_S, 0
-    with one_batch():
-        for item in itertools.islice(itertools.cycle(inputs), MEMORY_CALLS):
-            await all_at_once(reward, [item])
-            calls += 1
-            if time.perf_counter() > end:
-                break
-    gc.collect()
-    return calls, (resident_memory_bytes().current - before) / 1e6 * 1000 / calls
+    """How many more calls were made, and by how many MB a thousand of them would make their processes grow."""
+    before, end, calls = memory_bytes(), time.perf_counter() + MEMORY_S, 0
+    for item in itertools.islice(itertools.cycle(inputs), MEMORY_CALLS):
+        await all_at_once(reward, [item])
+        calls += 1
+        if time.perf_counter() > end:
+            break
+    return calls, (memory_bytes() - before) / 1e6 * 1000 / calls
+
+
+def memory_bytes() -> int:
+    """Resident memory of the processes that score, as far as they run on this machine."""
+    return sum(resident_memory_bytes(pid).current for pid in scoring_processes())
 
 
 if __name__ == "__main__":

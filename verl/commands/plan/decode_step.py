@@ -1,4 +1,4 @@
-"""What a decode step takes: from the times that an engine recorded, or from how long the answers of a step took."""
+"""The time of a decode step: from an engine's own records, or from how long the answers of a step took."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ class DecodeStep:
 
     @property
     def base_s(self) -> float:
-        """Of a step, where it is one line."""
+        """Seconds of a step besides its answers, if one line describes it."""
         return self.points[0][1]
 
     @property
     def per_answer_s(self) -> float:
-        """Of each answer, where it is one line."""
+        """Seconds that each answer adds, if one line describes it."""
         (first, first_s), (last, last_s) = self.points[0], self.points[-1]
         return (last_s - first_s) / (last - first)
 
@@ -44,7 +44,7 @@ class DecodeStep:
 
 
 def find_decode_steps(run: ObservedRun, costs: Costs) -> list[DecodeStep]:
-    """What the engine measured, where it records that; else every one that explains how long generation took.
+    """The engine's own measurements, if it records them; else each decode step that explains how long generation took.
 
     `costs`: what is known of the run beside it. Two where the engine always had nearly as many answers: more of them
     may take as much longer, or no longer.

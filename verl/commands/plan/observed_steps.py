@@ -1,4 +1,4 @@
-"""What the synchronous steps of a run tell a planner: seconds of each stage, lengths of the answers, a decode step."""
+"""Figures of a run's synchronous steps for a planner: seconds of each stage, lengths of the answers, a decode step."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -124,7 +124,7 @@ def _check_enough(record: RunRecord, count: int, what: str, advice: str) -> None
 
 
 def _num_devices(data: dict[str, float]) -> int:
-    """Those by which the run has divided its throughput; 1 where it does not say."""
+    """The devices by which the run divided its throughput; 1 where it does not say."""
     rate = data.get("perf/throughput", 0.0) * data["timing_s/step"]
     return max(1, round(data.get("perf/total_num_tokens", 0.0) / rate)) if rate > 0 else 1
 

@@ -9,6 +9,7 @@ from verl.config import RunConfig
 from verl.models.parameter_counts import ParameterCounts
 from verl.plugin.platform import get_platform
 from verl.plugin.platform.platform_manager import check_device_name
+from verl.trainer.ppo.facts import RunFacts
 from verl.trainer.ppo.plan import Machine, Plan, plan_placement
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import plan_text
@@ -41,7 +42,9 @@ def print_plan(words: Sequence[str], config: RunConfig, device_memory: float | N
         unknown = f"not known: {error}"
     else:
         memory = estimate_memory(config, plan, counts, device_bytes)
-    print(_json(plan, memory, unknown) if as_json else plan_text(plan, memory, unknown))
+    print(_json(config, plan, memory, unknown) if as_json else plan_text(plan, memory, unknown))
+    if not as_json:
+        print("\ndecided: " + ", ".join(f"{name}={value}" for name, value in _decided(config, plan).items()))
     if device_bytes is not None and memory:
         check_fits(words, counts, memory, device_bytes, plan.devices_per_rank)
 
@@ -125,6 +128,14 @@ def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_by
     return enough
 
 
-def _json(plan: Plan, memory: Sequence[PoolMemory], unknown: str) -> str:
-    pools = [{**asdict(pool), "sums": pool.sums} for pool in memory]
-    return json.dumps({**asdict(plan), "memory": pools, "memory_unknown": unknown}, indent=2)
+def _json(config: RunConfig, plan: Plan, memory: Sequence[PoolMemory], unknown: str) -> str:
+    pools, decided = [{**asdict(pool), "sums": pool.sums} for pool in memory], _decided(config, plan)
+    return json.dumps({**asdict(plan), "memory": pools, "memory_unknown": unknown, "decided": decided}, indent=2)
+
+
+def _decided(config: RunConfig, plan: Plan) -> dict[str, object]:
+    """The other `RunFacts`; why they are not known, where external_lib registers the algorithm."""
+    try:
+        return {name: value for name, value in vars(RunFacts.of(config, plan)).items() if name != "placement"}
+    except ConfigError as error:
+        return {"error": str(error)}

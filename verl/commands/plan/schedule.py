@@ -134,7 +134,7 @@ def _splits(devices: int, size: int, config: RunConfig) -> list[tuple[int, int]]
 
 
 def _costs(run: ObservedRun, config: RunConfig, max_running: float) -> Costs:
-    """Of one device, but for a decode step. An update does three times the work of a forward pass, which is what a
+    """Costs on one device, without decode steps. An update does three times the work of a forward pass, which is what a
     prefill is."""
     passes = 3 * config.actor_rollout_ref.actor.ppo_epochs
     train_s, train_fixed_s = run.training()
@@ -158,7 +158,7 @@ def _simulated(schedule: Schedule, costs: Costs, run: ObservedRun) -> Outcome:
 
 
 def _notes(run: ObservedRun, devices: int, fits: Sequence[DecodeStep], predictions: Sequence[Prediction]) -> list[str]:
-    """What the predictions do not know."""
+    """Lines about what the predictions leave out."""
     notes = []
     if len(fits) > 1:
         notes.append(
@@ -228,7 +228,7 @@ def _tail(run: ObservedRun) -> float:
 
 
 def _keys(schedule: Schedule) -> str:
-    """What to set for it."""
+    """The settings that choose this schedule."""
     ages = f"async_training.staleness_threshold={schedule.staleness:g}"
     if not schedule.apart:
         return f"set {MODE}={COLOCATED} {ages}"

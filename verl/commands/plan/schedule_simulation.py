@@ -1,4 +1,4 @@
-"""What a schedule of generation and training gives: a simulation of events over the rules of a real run.
+"""Simulates a schedule of generation and training: events under the rules of a real run.
 
 A decode step, in which every running answer gets one token, takes a time by the number of answers that run on a device
 and by the tokens in their caches. Training takes as long as it was seen to; both are shared evenly by their devices.
@@ -67,7 +67,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run did after its first steps."""
+    """Figures of a simulated run, without its first steps."""
 
     step_s: float  # mean from one publish to the next
     mean_lag: float  # versions, over trained prompts
@@ -108,7 +108,7 @@ class Generation:
         self._fill()
 
     def new_weights(self) -> None:
-        """What runs is computed anew before it goes on."""
+        """Makes running answers compute their cache anew before they go on."""
         begun = [self.steps - first for _, _, first in self._running if first < self.steps]
         tokens = sum(begun) + self.costs.prompt_tokens * len(begun)
         self._debt_s += tokens * self.costs.prefill_s / self.devices

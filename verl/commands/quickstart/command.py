@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,10 @@ from verl.config import load_config
 from verl.observe.run_changes import find_changes, results_change
 from verl.observe.run_record import read_record
 from verl.trainer.run_files import complete_steps
+from verl.utils.cores import machine_lines
 from verl.utils.errors import DataError, Interrupted, VerlError
 from verl.utils.paths import expand_home
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Interrupted as stop:
         goes_on = resumable_step(out, options.seed, options.steps, options.overrides)
         then = "the same command goes on from there" if goes_on else "the same command begins anew"
-        print(f"error: {str(stop).partition(';')[0]}; {then}", file=sys.stderr)
+        say_error(f"error: {str(stop).partition(';')[0]}; {then}")
         return stop.exit_code
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return error.exit_code
 
 
@@ -54,6 +54,8 @@ def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) ->
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
     split, warm = make_split(seed, stages.NUM_HELD_OUT, stages.NUM_WORKED), out / "warm"
     step = resumable_step(out, seed, steps, overrides)
+    for line in machine_lines():
+        print(line)
     if not step:
         stages.remove_earlier_runs(out)
         write_split(split, out / "data")
@@ -74,7 +76,7 @@ def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) ->
 
 def resumable_step(out: Path, seed: int, steps: int | None, extra: list[str]) -> int:
     """The saved step of an unfinished GRPO run of the same settings; 0 where there is none to go on with."""
-    from verl.observe.tracking import metrics_path
+    from verl.observe.trackers import metrics_path
 
     config = load_config([*stages.grpo_overrides(out, out / "warm", seed, steps), *extra])
     try:
@@ -89,4 +91,4 @@ def resumable_step(out: Path, seed: int, steps: int | None, extra: list[str]) ->
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -3,19 +3,25 @@
 import json
 import shlex
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import load_config
+from verl.observe.progress import format_duration
 from verl.observe.run_record import RUN_FILE
 from verl.utils.paths import atomic_write_text
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.training_run import TrainingRun
 
 NUM_HELD_OUT = 200
 NUM_SHOWN = 10
 NUM_WORKED = 320
 WARM_UP_ACCURACY = 0.2  # the warm-up ends at this share of right answers: the model knows the format only
+NUM_TIMED = 10  # steps of GRPO, by which the others are expected to take as long
 NUM_PROMPTS, NUM_ANSWERS = 64, 8  # per step of GRPO
 SFT_RUN = "supervised"
 GRPO_RUN = "grpo"
@@ -154,14 +160,29 @@ def warm_up(out: Path, seed: int, problems: Sequence[Any], target: Path) -> None
 
 def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str], resume: bool) -> list[dict[str, Any]]:
     """GRPO; returns the metrics of every step."""
-    from verl.observe.tracking import metrics_path
+    from verl.observe.trackers import metrics_path
     from verl.trainer.main_ppo import run_ppo
 
     overrides = [*grpo_overrides(out, model, seed, steps, "auto" if resume else "disable"), *extra]
     print_command("verl.trainer.main_ppo", overrides)
-    run_ppo(load_config(overrides), announce=keep_quiet)
+    run_ppo(load_config(overrides), announce=keep_quiet, before_steps=say_expected_time)
     lines = metrics_path("quickstart", GRPO_RUN).read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def say_expected_time(run: "TrainingRun") -> None:
+    """Have the run print how long it will take, by its first steps but the very first, which is slower."""
+    ends, others = list[float](), run.after_step
+
+    def after_step() -> None:
+        others()
+        ends.append(time.perf_counter())
+        steps_left = run.total_steps - run.trainer.global_step
+        if len(ends) == NUM_TIMED and steps_left:
+            step_s = (ends[-1] - ends[0]) / (NUM_TIMED - 1)
+            print(f"     {step_s:.2f} s a step: about {format_duration(step_s * steps_left)} to go", flush=True)
+
+    run.after_step = after_step
 
 
 def keep_quiet(line: str) -> None:
@@ -170,7 +191,7 @@ def keep_quiet(line: str) -> None:
 
 def remove_earlier_runs(out: Path) -> None:
     """Delete what an earlier quickstart left, which this one would mix with its own."""
-    from verl.observe.tracking import metrics_path
+    from verl.observe.trackers import metrics_path
 
     (out / RESULT).unlink(missing_ok=True)
     for run in (SFT_RUN, GRPO_RUN):

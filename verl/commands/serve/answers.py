@@ -58,8 +58,11 @@ class Job:
             ids = completion.token_ids
             if completion.stop_reason == "stop" and ids and ids[-1] in self.tokenizer.all_special_ids:
                 ids = ids[:-1]  # the end of the turn; a call's own end mark may stay open
-            outside, calls = await self.parser.extract_tool_calls([*self.opening, *ids], self.tools)
+            begun = self.opening or self.parser.begun_ids(self.body["messages"], self.requests[0].prompt_ids)
+            spoken = self.parser.spoken_ids([*begun, *ids])
+            outside, calls = await self.parser.extract_tool_calls(spoken, self.tools)
             if calls:
+                outside = outside.removeprefix(str(self.tokenizer.decode(begun))).strip()
                 single = isinstance(self.body.get("tool_choice"), dict) or not self.body.get(
                     "parallel_tool_calls", True
                 )

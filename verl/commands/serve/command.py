@@ -1,7 +1,7 @@
 """`verl serve model=DIR`: an OpenAI-compatible server over a rollout engine, on loopback by default.
 
 POST /v1/chat/completions, /v1/responses and /v1/completions, GET /v1/models, /v1/models/ID and /health.
-Missing request fields default to rollout.*. A client that disconnects ends its request. docs/rollout/serving.md lists
+Missing request fields default to rollout.*. A client that disconnects ends its request. docs/see/serving.md lists
 the fields.
 """
 
@@ -12,19 +12,19 @@ import json
 import logging
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.commands.serve.address import cannot_listen, check_address
 from verl.config import RunConfig, load_config
 from verl.config.load import pop_unread_keys
 from verl.trainer.early_checks import check_model_place
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 from verl.utils.paths import model_name
-from verl.utils.process_end import end_process
+from verl.utils.process_end import end_process, say_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MODEL_PATH_KEY = "actor_rollout_ref.model.path"
 KEY_VARIABLE = "VERL_API_KEY"
+_LONGEST_KEY = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_server(overrides, options)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
 
 
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--name", help="model name clients ask for (default: of the experiment, else of the folder)")
     parser.add_argument("--api-key", help=f"key that clients must send (default: ${KEY_VARIABLE}, else none)")
+    parser.add_argument("--api-key-file", help="file that holds the key, which then is in no list of processes")
     parser.add_argument("--max-concurrent", type=int, default=256, help="requests at once (default: %(default)s)")
     parser.add_argument("--max-body-mb", type=int, default=16, help="largest body in MiB (default: %(default)s)")
     parser.add_argument(
@@ -106,26 +108,33 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("max_concurrent", "max_body_mb", "client_timeout"):
         if not 0 < getattr(options, name) < 1e6:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1000000")
+    read_api_key(options)
 
 
-def check_address(host: str, port: int) -> None:
-    """ConfigError where nothing can listen on the address, such as where another program does."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with socket.socket(family, kind, protocol) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                trial.bind((address[0], port, *address[2:]))  # its own port is cut to 16 bits
-    except (OSError, OverflowError) as error:
-        raise cannot_listen(host, port, error) from error
-
-
-def cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
-    move = "--port 0 takes a free port" if 0 <= port < 1 << 16 else "a port is a number from 0 to 65535"
-    return ConfigError(f"cannot listen on --host {host} --port {port}: {error}; {move}")
+def read_api_key(options: argparse.Namespace) -> str | None:
+    """The key of --api-key, --api-key-file or the environment; ConfigError for an empty one, which would let all in."""
+    source, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
+    if options.api_key is not None:
+        source, key = "--api-key", options.api_key
+    if options.api_key_file is not None:
+        if options.api_key is not None:
+            raise ConfigError("--api-key and --api-key-file both name a key; give one")
+        source, path = f"--api-key-file {options.api_key_file}", Path(options.api_key_file).expanduser()
+        if not path.is_file():  # a pipe could be waited for
+            raise ConfigError(f"{source} is no file; name one with the key alone")
+        try:
+            with path.open() as file:
+                key = file.read(_LONGEST_KEY + 2)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}; name a file with the key alone") from error
+    if key is None:
+        return None
+    if not (key := key.strip()).isprintable() or not 0 < len(key) <= _LONGEST_KEY:
+        raise ConfigError(
+            f"{source} holds no key, which is one line of 1 to {_LONGEST_KEY} characters; give one, or leave it out to "
+            "let everyone ask"
+        )
+    return key
 
 
 async def _serve(server: "OpenAIServer", host: str, port: int) -> None:
@@ -159,10 +168,10 @@ def build_server(config: RunConfig, options: argparse.Namespace) -> "OpenAIServe
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     max_length = rollout.max_model_len or _max_length(rollout.prompt_length + rollout.response_length, path)
     _check_model(config, tokenizer, max_length)
-    api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = ServerLimits(
-        api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout, options.allow_sleep
-    )
+        read_api_key(options), options.max_concurrent, options.max_body_mb << 20, options.client_timeout,
+        options.allow_sleep, options.host,
+    )  # fmt: skip
     server = OpenAIServer(
         build_standalone_engine(config, tokenizer),
         tokenizer,
@@ -208,4 +217,4 @@ def _check_model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", max_le
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main)

@@ -2,16 +2,26 @@
 
 import asyncio
 import contextlib
+import errno
+import logging
+import math
 import signal
+import socket
+import time
 import zlib
 from typing import Any
 
 from aiohttp import web
 
+from verl.commands.serve.address import bound_sockets, connections_that_fit
 from verl.commands.serve.request_body import RequestError
 
+logger = logging.getLogger(__name__)
 GRACE_S = 2.0  # running requests may finish within it when the server stops
 _KEEPALIVE_S = 75.0  # an idle connection between two requests
+_BACKLOG = 128  # clients that the system lets wait
+_SAY_EVERY_S = 60.0
+_RETRY_S = 0.5  # after a client could not be accepted
 
 
 class Connection(asyncio.Protocol):
@@ -72,7 +82,10 @@ class Connection(asyncio.Protocol):
 
 
 class Listener:
-    """An application that listens on one address. `limit_s`: seconds that a client may keep it waiting."""
+    """An application that listens on one address. `limit_s`: seconds that a client may keep it waiting.
+
+    It holds as many connections as there are descriptors for; more are closed at once, with a line a minute.
+    """
 
     def __init__(self, application: web.Application, limit_s: float):
         self.limit_s = limit_s
@@ -81,21 +94,53 @@ class Listener:
             lingering_time=1.0, auto_decompress=False, access_log=None,
         )  # fmt: skip
         self.connections: set[Connection] = set()
-        self.server: asyncio.Server | None = None
+        self.accepting: list[asyncio.Task[None]] = []
+        self.refused, self.said, self.most = 0, -math.inf, 0
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port."""
         await self.runner.setup()
-        handlers: Any = self.runner.server
-        self.server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(handlers(), self.limit_s, self.connections), host, port
-        )
-        return int(self.server.sockets[0].getsockname()[1])
+        sockets = bound_sockets(host, port)
+        self.most = connections_that_fit()
+        for listening in sockets:
+            listening.listen(_BACKLOG)
+            listening.setblocking(False)
+            self.accepting.append(asyncio.create_task(self._accept(listening)))
+        return int(sockets[0].getsockname()[1])
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """Accept clients one at a time: asyncio's own server takes a hundred before it counts them."""
+        loop, handlers = asyncio.get_running_loop(), self.runner.server
+        with listening:
+            while True:
+                try:
+                    client = (await loop.sock_accept(listening))[0]
+                    if len(self.connections) < self.most:
+                        await loop.connect_accepted_socket(
+                            lambda: Connection(handlers(), self.limit_s, self.connections),  # type: ignore[misc]
+                            client,
+                        )
+                        continue
+                    client.close()
+                except OSError as error:  # descriptors are used up by something else, or the client has left
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        continue
+                    await asyncio.sleep(_RETRY_S)
+                self._say_refused()
+
+    def _say_refused(self) -> None:
+        self.refused += 1
+        if time.monotonic() - self.said >= _SAY_EVERY_S:
+            logger.warning(
+                "connections refused: %d; %d are open, and the descriptors of this process (ulimit -n) allow %d",
+                self.refused, len(self.connections), self.most,
+            )  # fmt: skip
+            self.refused, self.said = 0, time.monotonic()
 
     async def stop(self) -> None:
         """Finish or cut off what runs, within `GRACE_S` seconds and a little, and free the engine."""
-        if self.server is not None:
-            self.server.close()
+        for task in self.accepting:
+            task.cancel()
         await self.runner.cleanup()
         for connection in list(self.connections):
             connection.transport.abort()

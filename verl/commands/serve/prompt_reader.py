@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from verl.commands.serve.request_body import MAX_ANSWERS, RequestError
-from verl.data.chat import Message, PromptTemplate, read_messages
+from verl.data.chat import Message, PromptTemplate, check_messages
 from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_tool_marks, show_marks
 
 _PIECE_CHARACTERS = 1 << 16  # tokenised at once while the length is not known to fit
@@ -41,16 +41,16 @@ class PromptReader:
                 "chat_template_kwargs",
             )
         try:
-            messages, hidden = hide_tool_marks([_as_text(m) for m in read_messages(body["messages"])], self.marks)
+            messages, hidden = hide_tool_marks([_as_text(m) for m in check_messages(body["messages"])], self.marks)
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
         self._check_characters(sum(len(m.get("content") or "") for m in messages), "messages")
         try:
             template = PromptTemplate(self.tokenizer, self.template_kwargs | kwargs)
-            text = template.render(messages)
+            text = template.render_prompt(messages)
             if tools:
                 with_tools = {**self.template_kwargs, **kwargs, "tools": tools}
-                plain, text = text, PromptTemplate(self.tokenizer, with_tools).render(messages)
+                plain, text = text, PromptTemplate(self.tokenizer, with_tools).render_prompt(messages)
         except Exception as error:  # a template is the model author's code
             raise RequestError(f"messages: {error}", "messages") from error
         if tools and text == plain:

@@ -25,7 +25,7 @@ class RequestError(Exception):
 
 
 class Kind(NamedTuple):
-    """What a field may hold, and how an error says so."""
+    """The values that a field may hold, and their description in an error."""
 
     says: str
     accepts: Callable[[Any], bool]

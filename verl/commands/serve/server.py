@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.agent.tool_parsers import ToolParser
 from verl.commands.serve.answers import ChoiceStream, Job
+from verl.commands.serve.callers import check_is_near, check_origin
 from verl.commands.serve.connections import read_limited
 from verl.commands.serve.prompt_reader import PromptReader
 from verl.commands.serve.request_body import (
@@ -48,6 +48,7 @@ class ServerLimits:
     max_body_bytes: int = 16 << 20
     client_timeout_s: float = 30.0
     allow_sleep: bool = False  # POST /sleep and /wake_up
+    host: str = "127.0.0.1"  # the name or address that it listens on
 
 
 class OpenAIServer:
@@ -92,7 +93,8 @@ class OpenAIServer:
         app.on_startup.append(wake)
         app.on_cleanup.append(close)
         if self.limits.allow_sleep:
-            app.add_routes([web.post("/sleep", self._sleep), web.post("/wake_up", self._wake)])
+            for sleep, wake_up in (("/sleep", "/wake_up"), ("/release_memory_occupation", "/resume_memory_occupation")):
+                app.add_routes([web.post(sleep, self._sleep), web.post(wake_up, self._wake)])  # as vLLM and SGLang
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -145,6 +147,7 @@ class OpenAIServer:
         TOKENS.set("")
         try:
             try:
+                check_origin(request, self.limits.host)
                 self._check_key(request)
                 response: web.StreamResponse = await handler(request)
             except web.HTTPException as error:
@@ -216,7 +219,7 @@ class OpenAIServer:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
 
     def read_job(self, data: bytes, chat: bool) -> Job:
-        """What a body asks for; RequestError or DataError where it cannot be answered."""
+        """The job that a body asks for; RequestError or DataError where it cannot be answered."""
         body = read_body(data, chat)
         self._check_model(body.get("model", self.name))
         tools = read_tools(body) if chat else []
@@ -241,6 +244,9 @@ class OpenAIServer:
             )
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         asked = body.get(limit, min(default.max_tokens, room))
+        least = body.get("min_tokens", min(default.min_tokens, asked))
+        if least > asked:
+            raise RequestError(f"min_tokens={least} is above {limit}={asked}; lower it", "min_tokens")
         if asked > room:
             raise RequestError(
                 f"{len(ids)} prompt tokens and {limit}={asked} exceed the {self.max_length} tokens that one "
@@ -255,7 +261,7 @@ class OpenAIServer:
             top_k=body.get("top_k", default.top_k),
             n=body.get("n", 1),
             max_tokens=asked,
-            min_tokens=body.get("min_tokens", default.min_tokens),
+            min_tokens=least,
             stop=stop_strings(body, default.stop),
             stop_token_ids=(*body.get("stop_token_ids", default.stop_token_ids), *extra_stops),
             ignore_eos=body.get("ignore_eos", default.ignore_eos),
@@ -361,14 +367,6 @@ def _error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception, status: int) -> web.Response:
     """A mistake in the protocol's form. The connection ends where the request may not have been read whole."""
     response = web.json_response(_error_body(error), status=status)
-    if status in (401, 408, 413, 415, 429):
+    if status in (401, 403, 408, 413, 415, 429):
         response.force_close()
     return response
-
-
-def check_is_near(request: web.Request) -> None:
-    """RequestError for one of another machine: who lets the server sleep has started it."""
-    peer, own = str(request.remote), request.get_extra_info("sockname", ("",))[0]
-    if peer != own and not ip_address(peer).is_loopback:
-        text = f"{request.path} is answered on the server's machine alone, and {peer} is another"
-        raise RequestError(text, status=403, code="forbidden")

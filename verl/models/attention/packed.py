@@ -15,10 +15,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from verl.models.attention.packing import Packing
 from verl.models.attention.prefix_sharing import PrefixPacking, attend_with_prefixes
 from verl.models.attention.sequence_attention import (
     AttentionSpec,
-    Packing,
     attend,
     attend_eager,
     attend_sequences,

@@ -9,9 +9,9 @@ Shapes: H query heads, K key/value heads, P tokens of all prefixes, S of all suf
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from verl.data.batch import Batch
 from verl.data.shared_prompts import common_prefix, prompt_groups
-from verl.models.attention.sequence_attention import AttentionSpec, Packing, attend, attend_sequences
+from verl.models.attention.flash_kernels import Segments, flash, flash_backward
+from verl.models.attention.packing import Packing, equal_length_runs
+from verl.models.attention.sequence_attention import AttentionSpec, attend, attend_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,38 @@ def plan_prefix_sharing(batch: Batch, device: torch.device) -> PrefixLayout | No
     return PrefixLayout(packing, computed, computed_index)
 
 
+def shared_beginnings(sequences: Sequence[Sequence[int]], max_group: int = 64) -> list[int]:
+    """How many first tokens of each sequence to compute once for its group: groups are chosen to repeat the fewest.
+
+    A group is a run of at most `max_group` neighbours in sorted order; its members begin with the same tokens.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    common = [_common_length(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    best, starts = [0], [0]  # the most tokens saved among the first i of the order, and where the last group begins
+    for stop in range(1, len(order) + 1):
+        saved, shared, choice = best[stop - 1], len(sequences[order[stop - 1]]), stop - 1
+        for start in range(stop - 2, max(stop - max_group, 0) - 1, -1):
+            shared = min(shared, common[start])
+            if best[start] + (stop - start - 1) * shared > saved:
+                saved, choice = best[start] + (stop - start - 1) * shared, start
+        best.append(saved)
+        starts.append(choice)
+    beginnings, stop = [0] * len(order), len(order)
+    while stop:
+        start = starts[stop]
+        shared = min(common[start : stop - 1], default=0)
+        for i in order[start:stop]:
+            beginnings[i] = shared
+        stop = start
+    return beginnings
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    differing = (number for number, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
+
+
+@torch.compiler.disable  # a compiled layer would have a graph for each pack
 def attend_with_prefixes(
     query: Tensor, key: Tensor, value: Tensor, packing: PrefixPacking, spec: AttentionSpec
 ) -> Tensor:
@@ -133,7 +167,7 @@ def _runs_by_group(packing: PrefixPacking) -> Iterator[list[tuple[int, int]]]:
         members: list[int] = []
         while sum(members) < group_tokens:
             members.append(next(lengths))
-        yield Packing(tuple(members), packing.suffixes.cu_seqlens).equal_length_runs()
+        yield equal_length_runs(members)
 
 
 # --- merging two flash kernel calls -----------------------------------------------------------------------------------
@@ -198,10 +232,10 @@ class _MergedAttention(torch.autograd.Function):
         spec: AttentionSpec,
     ) -> Tensor:
         """(1, S, H, D) without copies of the prefixes."""
-        to_prefixes = _Segments(packing.groups, packing.prefixes, False, spec.scaling)
-        to_suffixes = _Segments(packing.suffixes, packing.suffixes, True, spec.scaling)
-        prefix_part = _flash(query, prefix_key, prefix_value, to_prefixes)
-        suffix_part = _flash(query, key, value, to_suffixes)
+        to_prefixes = Segments(packing.groups, packing.prefixes, False, spec.scaling)
+        to_suffixes = Segments(packing.suffixes, packing.suffixes, True, spec.scaling)
+        prefix_part = flash(query, prefix_key, prefix_value, to_prefixes)
+        suffix_part = flash(query, key, value, to_suffixes)
         lse = torch.logaddexp(prefix_part[1], suffix_part[1])  # (1, H, S)
         parts = [out * (part - lse).exp().unsqueeze(-1) for out, part in (prefix_part, suffix_part)]
         out = (parts[0] + parts[1]).to(query.dtype)
@@ -214,82 +248,6 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
         merged = grad_out.transpose(1, 2), query, out, lse
-        prefix_part = _flash_backward(*merged, prefix_key, prefix_value, ctx.to_prefixes)
-        suffix_part = _flash_backward(*merged, key, value, ctx.to_suffixes)
+        prefix_part = flash_backward(*merged, prefix_key, prefix_value, ctx.to_prefixes)
+        suffix_part = flash_backward(*merged, key, value, ctx.to_suffixes)
         return prefix_part[0] + suffix_part[0], *suffix_part[1:], *prefix_part[1:], None, None
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """Segment i of the queries attends to segment i of the keys."""
-
-    queries: Packing
-    keys: Packing
-    causal: bool
-    scale: float | None
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: _Segments) -> tuple[Tensor, Tensor]:
-    """The output (1, H, S, D) and its log-sum-exp (1, H, S)."""
-    queries, keys, causal, scale = segments.queries, segments.keys, segments.causal, segments.scale
-    if query.device.type != "cpu":
-        inputs = [_tokens_first(x) for x in (query, key, value)]
-        boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(*inputs, *boundaries, 0.0, causal, False, scale=scale)
-        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-    outs, lses = [], []
-    for q, k, v in _batched_runs(queries, keys, (query,), (key, value)):
-        if not q.numel():  # of a group whose sequences are all equal; the kernel divides by the number of queries
-            continue
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        outs.append(_unbatched(out))
-        lses.append(_unbatched(lse.unsqueeze(-1)))
-    return torch.cat(outs, 2), torch.cat(lses, 2).squeeze(-1)
-
-
-def _flash_backward(
-    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key: Tensor, value: Tensor, segments: _Segments
-) -> list[Tensor]:
-    """Gradients of query, key and value of a `_flash` call, given the out and lse of the whole softmax."""
-    queries, keys, causal, scale = segments.queries, segments.keys, segments.causal, segments.scale
-    if query.device.type != "cpu":
-        inputs = [_tokens_first(x) for x in (grad_out, query, key, value, out)]
-        boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
-        rng_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
-        kernel_grads = torch.ops.aten._flash_attention_backward(
-            *inputs, lse[0].contiguous(), *boundaries, 0.0, causal, *rng_state, scale=scale
-        )
-        return [x.transpose(0, 1).unsqueeze(0) for x in kernel_grads]
-    gradients = []
-    for g, q, o, s, k, v in _batched_runs(queries, keys, (grad_out, query, out, lse.unsqueeze(-1)), (key, value)):
-        if not q.numel():
-            gradients.append([_unbatched(x) for x in (q, torch.zeros_like(k), torch.zeros_like(v))])
-            continue
-        kernel_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, o, s.squeeze(-1), 0.0, causal, scale=scale
-        )
-        gradients.append([_unbatched(x) for x in kernel_grads])
-    return [torch.cat(parts, 2) for parts in zip(*gradients, strict=True)]
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1).contiguous()
-
-
-def _batched_runs(
-    queries: Packing, keys: Packing, query_tensors: tuple[Tensor, ...], key_tensors: tuple[Tensor, ...]
-) -> Iterator[tuple[Tensor, ...]]:
-    """Each run of adjacent segments of equal lengths, batched as (N, heads, L, D)."""
-    offsets = [0, 0]
-    for lengths, same in groupby(zip(queries.lengths, keys.lengths, strict=True)):
-        count, rows = len(list(same)), []
-        for side, tensors in enumerate((query_tensors, key_tensors)):
-            part = slice(offsets[side], offsets[side] + count * lengths[side])
-            rows += [x[0, :, part].unflatten(1, (count, lengths[side])).transpose(0, 1) for x in tensors]
-            offsets[side] = part.stop
-        yield tuple(rows)
-
-
-def _unbatched(x: Tensor) -> Tensor:
-    """(N, heads, L, D) -> (1, heads, N * L, D)."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.models.attention.sequence_attention import Packing
+from verl.models.attention.packing import Packing
 from verl.models.attention.ulysses import SplitPacking, gather_tokens
 
 MAX_PADDING = 1.25  # tokens computed in a call, with padding, over real tokens

@@ -4,55 +4,19 @@ Shapes: H query heads, K key/value heads, T packed tokens, L one sequence, D hea
 """
 
 import functools
-import inspect
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from verl.models.attention.flash_kernels import packed_flash
+from verl.models.attention.packing import Packing, equal_length_runs
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Sequence boundaries, on the host for loops and on the device for kernels."""
-
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor  # (N+1,) int32, on the model's device
-
-    @classmethod
-    def of(cls, cu_seqlens: "Packing | Tensor", device: torch.device) -> "Packing":
-        if isinstance(cu_seqlens, Packing):
-            return cu_seqlens
-        lengths = tuple(cu_seqlens.diff().tolist())
-        return cls(lengths, cu_seqlens.to(device=device, dtype=torch.int32))
-
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> "Packing":
-        boundaries = torch.tensor([0, *lengths]).cumsum(0)
-        return cls(tuple(lengths), boundaries.to(device, torch.int32))
-
-    def with_extra_sequence(self, length: int) -> "Packing":
-        """The same sequences and one more of `length` tokens."""
-        return Packing.of_lengths((*self.lengths, length), self.cu_seqlens.device)
-
-    @property
-    def max_length(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    def equal_length_runs(self) -> list[tuple[int, int]]:
-        """(count, length) of consecutive sequences of equal length: each run is one batched call, without a copy."""
-        return [(sum(1 for _ in group), length) for length, group in groupby(self.lengths)]
 
 
 @dataclass(frozen=True)
@@ -77,9 +41,10 @@ def attend_sequences(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     return _attend_by_length_runs(query, key, value, packing, spec)
 
 
+@torch.compiler.disable
 def _attend_by_length_runs(query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     """One call per run of equally long sequences. The fastest exact way on a CPU, and correct everywhere."""
-    runs, outputs = packing.equal_length_runs(), []
+    runs, outputs = equal_length_runs(packing.lengths), []
     sizes = [count * length for count, length in runs]
     # split, not slices: the gradient of a split is one concatenation, that of each slice a full tensor of zeros
     for (count, length), *parts in zip(runs, *(x.squeeze(0).split(sizes, 1) for x in (query, key, value)), strict=True):
@@ -138,11 +103,19 @@ def attend_eager(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec,
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    if query.device.type == "cpu" or not spec.is_plain_softmax or spec.dropout or query.shape[-1] != value.shape[-1]:
+    if not spec.is_plain_softmax or spec.dropout or query.shape[-1] != value.shape[-1]:
         return False
-    return query.dtype in (torch.float16, torch.bfloat16) and _varlen_works(
+    if query.device.type == "cpu":  # the loop copies less, but a compiled layer would have a graph for each pack
+        return torch.compiler.is_compiling()
+    return query.dtype in (torch.float16, torch.bfloat16) and varlen_works(
         query.device.type, query.dtype, query.shape[-1]
     )
+
+
+@torch.compiler.assume_constant_result
+def varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """`_varlen_works`, which a compiler takes as it is."""
+    return _varlen_works(device_type, dtype, head_dim)
 
 
 @functools.cache
@@ -156,7 +129,7 @@ def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def _try_varlen(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    packing = Packing((3, 5), torch.tensor([0, 3, 8], device=device_type, dtype=torch.int32))
+    packing = Packing.of_lengths((3, 5), torch.device(device_type))
     spec = AttentionSpec(None, 0.0, 2, None, None)
     values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device_type, dtype)
     query, key = torch.cat([values, -values], 1).requires_grad_(), values.requires_grad_()
@@ -173,24 +146,5 @@ def _try_varlen(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups, gqa_arguments = query.shape[1] // key.shape[1], {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        gqa_arguments["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    out = varlen_attn(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        packing.cu_seqlens,
-        packing.cu_seqlens,
-        packing.max_length,
-        packing.max_length,
-        scale=spec.scaling,
-        window_size=(-1 if spec.window is None else spec.window - 1, 0),
-        **gqa_arguments,
-    )
-    return out.unsqueeze(0)
+    scale = query.shape[-1] ** -0.5 if spec.scaling is None else spec.scaling
+    return packed_flash(query, key, value, packing.cu_seqlens, packing.boundaries, scale, spec.window or 0)[0]

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.models.attention.packing import Packing
 from verl.models.attention.prefix_sharing import PrefixPacking
-from verl.models.attention.sequence_attention import AttentionSpec, Packing
+from verl.models.attention.sequence_attention import AttentionSpec
 
 AttentionOfHeads = Callable[[Tensor, Tensor, Tensor, Packing | PrefixPacking, AttentionSpec], Tensor]
 
@@ -46,6 +47,7 @@ class SplitPacking:
         return padded.chunk(self.group.size())[self.group.rank()]
 
 
+@torch.compiler.disable  # collectives
 def attend_split(
     query: Tensor, key: Tensor, value: Tensor, split: SplitPacking, spec: AttentionSpec, attend: AttentionOfHeads
 ) -> Tensor:

@@ -34,7 +34,7 @@ def _graph_name(device: torch.device) -> str:
 
 
 def device_capture(device: torch.device) -> Capture:
-    """What captures a function into a device graph; the replay returns its static output.
+    """Captures a function into a device graph; the replay returns its static output.
 
     All graphs that it makes compute in the same memory, so an output holds until another of them is replayed.
     """

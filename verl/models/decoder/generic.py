@@ -6,6 +6,7 @@ prompts of one length per wave, because padding would change their state.
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 
 from verl.models.decoder.lean import CacheTarget, CacheWindow
 from verl.models.decoder.lean_weights import same_bytes
+from verl.plugin.library_versions import cache_argument
 
 
 class GenericDecoder:
@@ -29,6 +31,7 @@ class GenericDecoder:
         self._copy: nn.Module | None = None
         self.refresh(model, 0)
         parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model.forward)
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self.supports_padded_prompts = self._takes_positions and not any(DynamicCache(config=model.config).is_linear)
@@ -98,7 +101,9 @@ class GenericDecoder:
         return self._forward(tokens_B.unsqueeze(1), visible, (window.column - window.starts_B).unsqueeze(1))
 
     def _forward(self, ids: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
-        kwargs = {"position_ids": positions} if self._takes_positions else {}
+        kwargs: dict[str, Any] = {self._cache_argument: self.cache}
+        if self._takes_positions:
+            kwargs["position_ids"] = positions
         if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = 1
         if self.supports_padded_prompts:
@@ -106,7 +111,7 @@ class GenericDecoder:
         training = self.model.training
         self.model.train(False)
         try:
-            out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **kwargs)
+            out = self.model(input_ids=ids, use_cache=True, **kwargs)
         finally:
             self.model.train(training)
         return out.logits[:, -1].float().clone()

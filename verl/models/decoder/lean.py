@@ -49,7 +49,7 @@ class CacheTarget:
 
 
 class Decoder(Protocol):
-    """What the rollout core needs of a decoder, lean or generic."""
+    """The interface of a decoder, lean or generic, for the rollout core."""
 
     supports_continuous_batching: bool  # prefill while other sequences decode; otherwise only when no row is left
     supports_mixed_batches: bool  # prefill in the same forward pass as the decode step
@@ -189,7 +189,7 @@ class LeanDecoder:
         return rows if len(rows) > 1 else rows[0]
 
     def ragged_rows(self, column: int | Tensor, starts_B: Tensor) -> tuple[RaggedRows, RaggedRows]:
-        """What rows that begin at `starts_B` attend to in full layers, and in sliding ones."""
+        """The columns that rows from `starts_B` attend to, in full layers and in sliding ones."""
         full = RaggedRows.ending_at(column, starts_B, self.keys[0])
         return full, full.newest(self.shape.sliding_window)
 

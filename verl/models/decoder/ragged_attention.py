@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """What the rows 0..B-1 attend to, up to the same last column."""
+    """The columns that rows 0..B-1 attend to, up to one last column."""
 
     queries: Tensor  # (B + 1,) int32: 0..B, for one query each
     begins: Tensor  # (B + 1,) int32: the first token of each row in the view; the last is not used

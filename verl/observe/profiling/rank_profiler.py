@@ -86,7 +86,7 @@ class RankProfiler:
 
     @classmethod
     def of(cls, config: RunConfig, roles: Sequence[str], rank: int) -> "RankProfiler":
-        """That of a rank which holds `roles`."""
+        """The profiler of a rank with these `roles`."""
         role, settings = settings_of(config, roles) or ("", None)
         return cls(settings, role, rank, config.global_profiler.global_tool_config.torch_memory)
 
@@ -169,7 +169,7 @@ class RankProfiler:
 
 
 def nsys_reports(process: int) -> list[Path]:
-    """What nsys has written for the rank `process`, where Ray or VERL_NSYS_REPORTS lets it."""
+    """The reports of nsys for the rank `process`, in the folder that Ray or VERL_NSYS_REPORTS names."""
     folders = [ray_nsight_folder(), os.environ.get("VERL_NSYS_REPORTS")]
     return [file for folder in folders if folder for file in sorted(Path(folder).glob(f"*_{process}.*nsys-rep"))]
 

@@ -104,7 +104,7 @@ class TorchMemoryTool(ProfilerTool):
         if self.memory is None:
             raise ConfigError(
                 "tool=torch_memory records the allocator of a GPU or NPU, and this run has none; use tool=torch with "
-                "tool_config.torch.contents=[cpu,memory]"
+                "contents of [cpu,memory] in its tool_config.torch"
             )
         self.target = Path()
 

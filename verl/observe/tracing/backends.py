@@ -239,7 +239,7 @@ def to_json(value: Any) -> str:
 
 @contextlib.contextmanager
 def raised_from_log(name: str) -> Iterator[None]:
-    """What the library says of failures to the logger `name` and below is raised at the end, and said nowhere else."""
+    """Raises at the end what the library logged about failures to `name` and below, and silences it until then."""
     library, said = logging.getLogger(name), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ class TracedPrompt:
 
     @contextmanager
     def conversation(self, name: str, sample: int) -> Iterator[_Conversation]:
-        """What runs inside is recorded; one that fails is written with its error, as it will have no reward."""
+        """Records a conversation; a failed one is written with its error, since it gets no reward."""
         root = self._root(name, sample)
         found = _Conversation(root)
         try:
@@ -157,7 +157,7 @@ def fill_turn(
     stop_reason: str | None,
     versions: tuple[int, int],
 ) -> None:
-    """What the policy was given and gave in one turn; `versions` are the oldest and newest weights that sampled it."""
+    """The policy's input and output of one turn; `versions` are the oldest and newest weights that sampled it."""
     turn.inputs = {"prompt_tokens": prompt_tokens}
     turn.outputs = {TOKEN_IDS: list(token_ids), LOGPROBS: list(logprobs)}
     turn.attributes = {"sampled_tokens": len(token_ids), "stop_reason": stop_reason}

@@ -1,4 +1,4 @@
-"""What a trace consists of: spans of a conversation, one inside the other, and the span that is in progress.
+"""Spans of a conversation, one inside the other, and the span in progress.
 
 Without a conversation that is traced, `span` yields None and records nothing.
 """

@@ -1,7 +1,7 @@
 """Warm workers that run untrusted programs, and the trusted end of the pipes to them.
 
 A program gets one input and gives bytes back. Whoever asks compares them here, outside; no expected output, other test
-or verdict is ever in a process of the sandbox. docs/sandbox.md says what is promised and what is limited.
+or verdict is ever in a process of the sandbox. docs/rewards/sandbox.md says what is promised and what is limited.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.rewards.worker_slots import OfProcess, WorkerSlots
+from verl.utils.cores import num_cores
 from verl.utils.errors import RewardError
+from verl.workers.rollout.child import Child
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class _WorkerGoneError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use; whatever passes a limit is killed."""
+    """Limits of one program; whatever passes a limit is killed."""
 
     cpu_s: float = 10.0  # of all its threads, rounded up
     wall_s: float = 30.0
@@ -58,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What a program wrote and how it ended. It writes what it likes: only bytes that equal a secret prove anything."""
+    """A program's output and how it ended. It writes what it likes: only bytes that equal a secret prove anything."""
 
     stdout: bytes
     stderr: bytes
@@ -82,9 +84,7 @@ class Sandbox:
     def __init__(self, size: int | None = None, mode: str | None = None):
         self._modes = list(MODES if mode is None else (mode,))
         self._choosing = threading.Lock()
-        self._slots: WorkerSlots[_Worker] = WorkerSlots(
-            size or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1)
-        )
+        self._slots: WorkerSlots[_Worker] = WorkerSlots(size or (num_cores() if sys.platform == "linux" else 1))
 
     @property
     def mode(self) -> str:
@@ -123,7 +123,7 @@ class Sandbox:
                     del self._modes[0]
                     logger.warning(
                         "programs run in the weaker sandbox, because this kernel gives no namespaces (%s): they can "
-                        "open no file and make no process or connection, but see sizes of files (docs/sandbox.md)",
+                        "open no file and make no process or connection, but see file sizes (docs/rewards/sandbox.md)",
                         error,
                     )
                 else:
@@ -144,14 +144,9 @@ class _Worker:
             raise SandboxError("programs run on Linux alone; elsewhere set reward.sandbox_fusion.url to a server")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         view = json.dumps(_view())
-        number = str(theirs.fileno())
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-S", str(_WORKER_FILE), number, mode, view],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
-            env={"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-            pass_fds=[theirs.fileno()], start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
+        environment = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+        command = [sys.executable, "-P", "-s", "-S", str(_WORKER_FILE), mode, view]
+        self._child = Child(command, environment, theirs, output=subprocess.DEVNULL, folder="/")
         self._control.settimeout(_START_LIMIT_S)
         try:
             started = self._reply()
@@ -237,11 +232,7 @@ class _Worker:
     def kill(self) -> None:
         """End the worker and, with the end of its init, everything it started."""
         self._control.close()  # it ends at once, and its parent can still wait for it
-        try:
-            self._process.wait(_END_LIMIT_S / 2)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.end(_END_LIMIT_S / 2)
 
 
 def _memory_file(content: bytes, stack: contextlib.ExitStack) -> int:
@@ -257,7 +248,7 @@ def _memory_file(content: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _view() -> dict[str, Any]:
-    """What programs see: the Python library, the shared libraries (no folder in another), and numpy."""
+    """Folders that programs see: the Python library, the shared libraries (no folder in another), and numpy."""
     paths = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     paths += [f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib", os.path.dirname(os.__file__)]
     packages = {}

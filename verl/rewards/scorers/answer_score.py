@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from verl.rewards.gold_answers import final_answer
 from verl.rewards.scorers.math_answer import normal_form
 from verl.rewards.scorers.math_equality import is_equal
 
@@ -10,9 +11,10 @@ def answer_score(pred: str | None, gold: object, right: float = 1.0, wrong: floa
     """{score, acc, pred, undecided} of the extracted answer; None (there is none) is wrong.
 
     `undecided` is 1 where the symbolic comparison was killed: the answer was not shown to be right, so it counts as
-    wrong. ValueError where the ground truth is empty, because then no answer can be scored.
+    wrong. Of a ground truth that is a whole solution its final answer counts. ValueError where the ground truth is
+    empty, because then no answer can be scored.
     """
-    text = str(gold)
+    text = final_answer(str(gold))
     if not text.strip():
         raise ValueError(f"the ground truth {gold!r} of a mathematical answer is empty")
     equal = False if pred is None else is_equal(text, pred)

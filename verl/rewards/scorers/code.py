@@ -6,12 +6,12 @@ Every test is a run of its own in the sandbox, or on a SandboxFusion server, wit
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from verl.rewards.sandbox import Limits, ProgramResult, shared_sandbox
-from verl.rewards.scorers.code_tests import read_tests
+from verl.rewards.scorers.code_tests import CodeTest, read_tests
 from verl.rewards.scorers.sandbox_fusion import run_on_server
 
 ANSWER_S = 30.0  # processor seconds of all tests of one answer
@@ -46,10 +46,30 @@ def score_answer(
     del extra_info
     code, tests = extract_code(solution_str), read_tests(ground_truth)
     given = Limits(cpu_s=limit_s, wall_s=3.0 * limit_s, memory_mb=memory_limit_mb or Limits.memory_mb)
-    passed, num_run, used_s = 0, 0, 0.0
+    passed = not_run = 0
+    for is_passed, result in run_tests(code, tests, given, sandbox_fusion_url, concurrent_semaphore):
+        passed, not_run = passed + is_passed, not_run + (result is None)
+    is_right = passed == len(tests)
+    score = passed / len(tests) if continuous else float(is_right)
+    return {
+        "score": score, "acc": float(is_right), "pred": code.strip(), "tests": len(tests), "passed": passed,
+        "not_run": not_run,
+    }  # fmt: skip
+
+
+def run_tests(
+    code: str,
+    tests: Sequence[CodeTest],
+    given: Limits,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+) -> Iterator[tuple[bool, ProgramResult | None]]:
+    """Whether each test passes, and what the program gave for it: None where ANSWER_S left no time."""
+    used_s = 0.0
     for test in tests:
         if used_s >= ANSWER_S:
-            break
+            yield False, None
+            continue
         limits = dataclasses.replace(given, output_bytes=test.output_bytes)
         request = {"source": code} if test.call is None else {"source": code, "call": test.call}
         if sandbox_fusion_url:
@@ -57,18 +77,12 @@ def score_answer(
                 result = run_on_server(sandbox_fusion_url, request, test.stdin, limits)
         else:
             result = shared_sandbox().run(request, test.stdin, limits)
-        passed += result.is_success and test.accepts(result.stdout)
-        num_run, used_s = num_run + 1, used_s + seconds_that_count(result, limits)
-    is_right = passed == len(tests)
-    score = passed / len(tests) if continuous else float(is_right)
-    return {
-        "score": score, "acc": float(is_right), "pred": code.strip(), "tests": len(tests), "passed": int(passed),
-        "not_run": len(tests) - num_run,
-    }  # fmt: skip
+        used_s += seconds_that_count(result, limits)
+        yield result.is_success and test.accepts(result.stdout), result
 
 
 def seconds_that_count(result: ProgramResult, limits: Limits) -> float:
-    """Of ANSWER_S: processor seconds, or those on the clock where a program sleeps or reached its limit there."""
+    """Seconds that count against ANSWER_S: processor time, or the clock where a program sleeps or passed its limit."""
     if result.ending == "wall":
         return limits.wall_s
     is_asleep = result.wall_s > 1.0 and result.cpu_s < ASLEEP * result.wall_s

@@ -1,4 +1,4 @@
-"""The process that compares two formulas: JSON lines in, JSON lines out. Started by `equivalence_pool`.
+"""The process that compares two formulas: frames of JSON in and out. Started by `equivalence_pool`.
 
     {"gold": "x^2-1", "answer": "(x-1)(x+1)"}  ->  {"equal": true}
 
@@ -6,11 +6,12 @@
 (latex2sympy2_extended) and never evaluated as Python. This file imports nothing of verl, so that it starts quickly.
 """
 
+import contextlib
 import json
-import os
 import resource
 import signal
 import sys
+from multiprocessing.connection import Connection
 
 MEMORY_BYTES = 1 << 30
 LAST_RESORT_S = 30  # a child whose parent is gone ends itself
@@ -28,21 +29,21 @@ WARM_UP = (  # the first use of a rule of the grammar takes a hundred times as l
 
 
 def main() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no reply
+    connection = Connection(int(sys.argv[1]))
     try:
         compare = load_comparison()
     except ImportError as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
+        connection.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        signal.alarm(LAST_RESORT_S)  # its default action ends the process
-        equal = compare(request["gold"], request["answer"])
-        signal.alarm(0)
-        print(json.dumps({"equal": equal}), file=replies, flush=True)
+    connection.send_bytes(b'{"ready": true}')
+    with contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(connection.recv_bytes())
+            signal.alarm(LAST_RESORT_S)  # its default action ends the process
+            equal = compare(request["gold"], request["answer"])
+            signal.alarm(0)
+            connection.send_bytes(json.dumps({"equal": equal}).encode())
 
 
 def load_comparison():
@@ -50,15 +51,17 @@ def load_comparison():
     import logging
 
     from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify import verify
     from sympy.core import random
     from sympy.core.cache import clear_cache
 
     logging.disable()
+    case_counts = ConversionConfig(lowercase_symbols=False)
     num_compared = 0
 
     def parse(text):
-        return latex2sympy(text, is_real=True, normalization_config=None)
+        return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=case_counts)
 
     def compare(gold, answer):
         nonlocal num_compared

@@ -4,21 +4,19 @@ math-verify can loop for ever inside C code, where neither a thread nor a signal
 limit is an alarm, which works in the main thread only. So a few child processes compare, one pair at a time each.
 """
 
-import contextlib
 import functools
 import importlib.util
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 from verl.rewards.worker_slots import OfProcess, WorkerSlots
+from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError
+from verl.workers.rollout.child import AskedChild, ChildLateError, ChildLostError
 
 LIMIT_S = 2.0  # processor seconds of one comparison
 WALL_FACTOR = 5  # a comparison on a busy machine gets this many times the limit on the clock
@@ -50,7 +48,7 @@ class EquivalencePool:
         self._limit_s = limit_s
         self.timeouts = 0  # comparisons that were killed
         self._count_lock = threading.Lock()
-        self._slots: WorkerSlots[_Child] = WorkerSlots(size or max(1, min(MAX_CHILDREN, os.cpu_count() or 1)))
+        self._slots: WorkerSlots[_Child] = WorkerSlots(size or min(MAX_CHILDREN, num_cores()))
 
     def compare(self, gold: str, answer: str) -> bool | None:
         """Whether two LaTeX formulas are equal; None where the comparison was killed or ran out of memory."""
@@ -87,66 +85,29 @@ class _Child:
         check_math_is_installed()
         # Same order of sets in every child, so that the same pair takes the same way through sympy.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD_FILE)],  # -P: the folder's own code.py is not the library's
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-        self._is_ready = False
+        command = [sys.executable, "-P", str(_CHILD_FILE)]  # -P: the folder's own code.py is not the library's
+        self._asked, self._is_ready = AskedChild(command, environment, subprocess.DEVNULL), False
 
     def _wait_until_ready(self) -> None:
         try:
-            started = self._read_reply(limit_s=START_LIMIT_S, processor_limit_s=START_LIMIT_S)
-        except ComparisonKilledError as error:
+            started = json.loads(self._asked.receive(START_LIMIT_S))
+        except (ChildLostError, ChildLateError) as error:
             raise ConfigError(f"the process that compares formulas did not start: {error}; {INSTALL}") from error
         if "error" in started:
             raise ConfigError(f"the process that compares formulas cannot start: {started['error']}; {INSTALL}")
         self._is_ready = True
 
     def compare(self, gold: str, answer: str, limit_s: float) -> bool | None:
-        assert self._process.stdin is not None
         if not self._is_ready:
             self._wait_until_ready()
+        request = json.dumps({"gold": gold, "answer": answer}).encode()
         try:
-            self._process.stdin.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise ComparisonKilledError("it is gone") from error
-        return self._read_reply(limit_s * WALL_FACTOR, limit_s)["equal"]
+            return json.loads(self._asked.ask(request, limit_s * WALL_FACTOR, limit_s))["equal"]
+        except (ChildLostError, ChildLateError) as error:
+            raise ComparisonKilledError(str(error)) from error
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # a request that was never read
-                    pipe.close()
-
-    def _read_reply(self, limit_s: float, processor_limit_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        number, reply = self._process.stdout.fileno(), b""
-        poll = select.poll()
-        poll.register(number, select.POLLIN)
-        end, used_before = time.monotonic() + limit_s, _processor_seconds(self._process.pid)
-        while not reply.endswith(b"\n"):
-            left_s = min(
-                end - time.monotonic(), processor_limit_s + used_before - _processor_seconds(self._process.pid)
-            )
-            if left_s <= 0:
-                raise ComparisonKilledError(f"no reply after {processor_limit_s} s")
-            if poll.poll(max(1, 1000 * left_s)):
-                received = os.read(number, 1 << 16)
-                if not received:
-                    raise ComparisonKilledError("it died")
-                reply += received
-        return json.loads(reply)
-
-
-def _processor_seconds(pid: int) -> float:
-    """What a process has used so far, so that a busy machine kills no comparison that is fast; else the clock."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of that process
-    return time.monotonic()
+        self._asked.close()
 
 
 shared_pool = OfProcess(lambda: EquivalencePool())  # the pool of this process

@@ -22,6 +22,16 @@ def score_answer(
     return {**verdict, "score": (1 - format_score) * verdict["acc"] + format_score * form, "format": form}
 
 
-def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def compute_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
     """The weighted sum of answer and format."""
-    return score_answer(solution_str, ground_truth, use_boxed, format_score)["score"]
+    return score_answer(predict_str, ground_truth, use_boxed, format_score)["score"]
+
+
+def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
+    """1 for the right answer, else 0."""
+    return compute_score(predict_str, ground_truth, use_boxed, format_score=0.0)
+
+
+def format_reward(predict_str: str) -> float:
+    """1 for the format, else 0."""
+    return float(has_format(predict_str))

@@ -32,7 +32,10 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
         return None
     match = matches[-1]
     number = to_number((match["sign"] or "") + match["number"])
-    return None if number is None else f"{number.normalize():f}"
+    if number is None:
+        return None
+    text = f"{number:f}"  # normalize() would round to the 28 digits of the decimal context
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def to_number(text: str) -> Decimal | None:
@@ -46,7 +49,13 @@ def to_number(text: str) -> Decimal | None:
         return None
     if not value.is_finite():
         return None
-    return -value if negative else value
+    return value.copy_negate() if negative else value
+
+
+def gold_number(ground_truth: object) -> Decimal | None:
+    """The number that a ground truth is, or that the worked answer in it ends with."""
+    text = str(ground_truth)
+    return to_number((extract_answer(text) or "") if "####" in text else text)
 
 
 def compute_score(
@@ -56,7 +65,7 @@ def compute_score(
 
     ValueError when the ground truth is not a number, because then no answer can be scored.
     """
-    expected = to_number(str(ground_truth))
+    expected = gold_number(ground_truth)
     if expected is None:
         raise ValueError(f"the gsm8k ground truth {ground_truth!r} is not a number")
     answer = extract_answer(solution_str, method)
@@ -71,5 +80,5 @@ def score_answer(
     """`compute_score`, and for validation `acc` and the extracted `pred` ("" for none)."""
     value = compute_score(solution_str, ground_truth, method, **kwargs)
     pred = extract_answer(solution_str, method)
-    correct = pred is not None and Decimal(pred) == to_number(str(ground_truth))
+    correct = pred is not None and Decimal(pred) == gold_number(ground_truth)
     return {"score": value, "acc": float(correct), "pred": pred or ""}

@@ -1,7 +1,7 @@
 r"""Mathematical answers as text: which part of a solution is the answer, and its normal form.
 
 The normal form drops what says nothing (spaces, `\left`, `$`, a full stop, `\boxed`), and writes what is the same in
-one way (`\dfrac`, `\frac12` and `1/2`; `−` and `-`; `½`). docs/scorers.md is the written rule.
+one way (`\dfrac`, `\frac12` and `1/2`; `−` and `-`; `½`). docs/rewards/scorers.md is the written rule.
 """
 
 # ruff: noqa: RUF001 (signs that look like others)
@@ -41,7 +41,7 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # (patter
     (r"\\end\{[bB]matrix\}", r"\\end{pmatrix}"),
     (rf"{_TEXT}\s*\{{\s*(?:and|or)\s*\}}|(?<=[\d\s$}})])(?:and|or)(?=[\s\d$\\(])", ","),
     (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?", r"\1(\\frac{\2\\pi}{180})"),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|(?<=\d)\s*\\circ(?![a-zA-Z])", ""),
+    (r"\^\s?\{?\s?\\circ\s?\}?|\\degree(?![a-zA-Z])|(?<=\d)\s?\\circ(?![a-zA-Z])", ""),
     (r"(?<![\\a-zA-Z])(?:percent|per cent)(?![a-zA-Z])|\\%", "%"),
     (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
     (rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?![a-zA-Z])", r"\\\1"),
@@ -65,23 +65,31 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # (patter
 _COMPILED = [(re.compile(pattern, re.ASCII), replacement) for pattern, replacement in _REWRITES]
 _POWER = r"(?P<power>\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
-    r"(?P<number>.*[\d})\]a-zA-Z])\s*\\(?:text(?:rm|normal)?|mbox|mathrm|rm)\s*\{\s*(?P<unit>[^{}]*?)\.?\s*\}" + _POWER
+    r"\\(?:text(?:rm|normal)?|mbox|mathrm|rm)\s?\{\s?(?P<unit>[^{}\d+*=<>-][^{}+*=<>]*)\}" + _POWER + r"\Z", re.ASCII
 )
 _PLAIN_UNIT = re.compile(
-    r"(?P<number>-?[\d.,]*\d|-?\\frac\{\d+\}\{\d+\})\s+(?P<unit>[a-zA-Z][a-zA-Z ]{1,30}?)" + _POWER, re.ASCII
+    r"(?P<number>-?[\d.,]*\d|-?\\frac\{\d+\}\{\d+\})\s(?P<unit>[a-zA-Z][a-zA-Z ]{1,30})" + _POWER, re.ASCII
+)
+_UNIT_LETTERS = frozenset("msghlLJKNWVACFTd")  # units of one letter; any other is a variable
+_SHORT_UNITS = re.compile(
+    "[cmkdn]m|[km]g|m[lL]|in|ft|yd|mi|lbs?|oz|hrs?|min|sec|rad|deg|[mkr]p[hm]|kmh|[kMG]?Hz|sq|cu|pt|qt|gal|day|m[ae]n|way"
 )
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with what a backslash escapes
 _SLASH = re.compile(r"(-?)(\d+)/(\d+)", re.ASCII)
 _BRACED = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
-_NAMED = re.compile(r"(?:[a-zA-Z]|\\[a-z]+)(?:_\{\w+\}|\([a-zA-Z]\))?(?:=|\\in(?![a-z]))(.+)")
+_WORDS = re.compile(r"[^,;\\{}+*=<>^_]*[a-zA-Z]{2}[^,;\\{}+*=<>^_]*", re.ASCII)  # what a text command keeps together
+MARKED_WORDS = re.compile(r"\\text\{([^{}]*)\}")
+_NAME = r"(?:[fghFGHPE]\([-\w.]+\)|(?:[a-zA-Z]|\\(?!pi|infty)[a-z]+)(?:_\{\w+\}|\([a-zA-Z]\))?|\\text\{[^{}]+\})"
+_NAMED = re.compile(rf"{_NAME}(?:=|\\in(?![a-z]))(.+)")
 
 
 class NormalForm(NamedTuple):
-    """An answer's text, the unit after it ("" for none), and whether a percent sign was there."""
+    r"""An answer's text, the unit after it ("" for none), whether a percent sign was there, and words in `\text{}`."""
 
     text: str
-    unit: str = ""
-    percent: bool = False
+    unit: str
+    percent: bool
+    marked: str  # the text with its words of text commands as `\text{words}`
 
 
 def last_boxed(text: str) -> str | None:
@@ -101,6 +109,11 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def is_name(text: str) -> bool:
+    r"""Whether the text is a short name of a value: `x`, `x_{1}`, `f(2)`, `\theta`, `\text{Area}`."""
+    return re.fullmatch(_NAME, text) is not None
+
+
 def without_name(text: str) -> str:
     r"""`5` of the normal form `x=5`, `[1,2]` of `x\in[1,2]`; the text itself where no short name is before it."""
     named = _NAMED.fullmatch(text)
@@ -111,20 +124,43 @@ def without_name(text: str) -> str:
 def normal_form(answer: str) -> NormalForm:
     """The normal form of an answer, without spaces; of a very long one the text as it is."""
     if len(answer) > MAX_LENGTH:
-        return NormalForm(answer.strip())
-    text = answer.translate(_CHARACTERS).replace("\n", " ").strip(" *")
+        return NormalForm(answer.strip(), "", False, answer.strip())
+    text = re.sub(r"\s+", " ", answer.translate(_CHARACTERS)).strip(" *")
     if text.startswith((r"\boxed", r"\fbox")):
         text = last_boxed(text) or text
     for pattern, replacement in _COMPILED:
-        text = pattern.sub(replacement, text)
+        text = pattern.sub(replacement, re.sub(" {2,}", " ", text))
     text = text.strip().rstrip(".,;:\\ ")
-    unit = ""
-    if found := _UNIT.fullmatch(text) or _PLAIN_UNIT.fullmatch(text):
-        text, unit = found["number"], re.sub(r"[\s{}]", "", found["unit"] + (found["power"] or "")).lower()
+    text, unit = _without_unit(text)
     percent = "%" in text + unit
-    text = _BRACED.sub(r"\1", text.replace("%", ""))
-    text = re.sub(r"(\\[a-zA-Z]+) +(?=[a-zA-Z])|\s+", lambda match: match[1] + " " if match[1] else "", text)
-    text = _SLASH.sub(r"\1\\frac{\2}{\3}", text) if _SLASH.fullmatch(text) else text
-    if re.fullmatch(r"\(?[a-zA-Z]\)", text):  # the letter of a choice
-        text = text.strip("()")
-    return NormalForm(text, "" if percent else unit, percent)
+    marked = _BRACED.sub(lambda found: _words(found[1]), text.replace("%", ""))
+    marked = re.sub(r"(\\[a-zA-Z]+) (?=[a-zA-Z])| ", lambda match: match[1] + " " if match[1] else "", marked)
+    marked = _SLASH.sub(r"\1\\frac{\2}{\3}", marked) if _SLASH.fullmatch(marked) else marked
+    if re.fullmatch(r"\(?[a-zA-Z]\)", marked):  # the letter of a choice
+        marked = marked.strip("()")
+    return NormalForm(MARKED_WORDS.sub(r"\1", marked), "" if percent else unit, percent, marked)
+
+
+def _words(content: str) -> str:
+    """Words stay in their text command; a letter, a number, a list or a formula does not."""
+    return rf"\text{{{content}}}" if _WORDS.fullmatch(content) else content
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """(the text before its unit, the unit in lower case without spaces); the whole text and "" where it has none."""
+    start = max(text.rfind(command) for command in ("\\text", "\\mbox", "\\mathrm", "\\rm"))
+    if found := _UNIT.match(text, start) if start > 0 else None:
+        number = text[:start].rstrip()
+        is_unit = re.search(r"[\d})\]a-zA-Z]\Z", number) and (len(found["unit"]) > 1 or found["unit"] in _UNIT_LETTERS)
+    elif found := _PLAIN_UNIT.fullmatch(text):
+        number, is_unit = found["number"], all(map(_is_word, re.findall("[a-zA-Z]+", found["unit"])))
+    if not found or not is_unit:
+        return text, ""
+    return number, re.sub(r"[\s{}]", "", found["unit"].strip(" .") + (found["power"] or "")).lower()
+
+
+def _is_word(letters: str) -> bool:
+    """Whether letters behind a number and a space are a unit or a word, and not a product of variables."""
+    if len(letters) < 4:
+        return letters in _UNIT_LETTERS or _SHORT_UNITS.fullmatch(letters) is not None
+    return re.search("[aeiou]", letters) is not None

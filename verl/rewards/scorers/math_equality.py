@@ -1,6 +1,6 @@
 """Whether two mathematical answers are equal: by normal form, as numbers, part by part, and last by symbols.
 
-The written rule is docs/scorers.md.
+The written rule is docs/rewards/scorers.md.
 """
 
 import re
@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from verl.rewards.scorers.equivalence_pool import shared_pool
-from verl.rewards.scorers.math_answer import normal_form, without_name
+from verl.rewards.scorers.math_answer import MARKED_WORDS, is_name, normal_form, without_name
 
 MAX_LENGTH = 1000  # characters of an answer that is compared as a formula
 MAX_PARTS = 32  # of a list whose order does not count
@@ -21,10 +21,8 @@ _NUMBER = re.compile(
 )
 _OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|in|cup|cap|setminus)(?![a-zA-Z])")
-_NOT_WORDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+")
-
-
-_POINT = re.compile(r"(\d+)\.(\d+)", re.ASCII)
+_GEOMETRY = re.compile(r"\\(?:(?:measured)?angle|triangle|over\w+|wide\w+|odot|parallel|perp|cong|sim)(?![a-zA-Z])")
+_POINT = re.compile(r"(?<!\d)(\d+)\.(\d+)", re.ASCII)
 
 
 class Parts(NamedTuple):
@@ -44,7 +42,7 @@ def is_equal(gold: str, answer: str) -> bool | None:
         return False
     if first.unit and second.unit and not _is_same_unit(first.unit, second.unit):
         return False
-    return _compare(first.text, second.text, first.percent, second.percent)
+    return _compare(first.marked, second.marked, first.percent, second.percent)
 
 
 def _is_same_unit(first: str, second: str) -> bool:
@@ -72,11 +70,33 @@ def _compare(gold: str, answer: str, gold_percent: bool = False, answer_percent:
         return _compare_parts(gold_parts, answer_parts)
     if (gold_parts or answer_parts) and not _RELATION.search(gold + answer):
         return False
-    if _has_words(gold) or _has_words(answer):
-        return _letters(gold) == _letters(answer)
+    if "=" in gold + answer and not re.search(r"[<>!]=|\\begin", gold + answer):
+        return _compare_equations(gold, answer)
+    return _compare_formulas(gold, answer)
+
+
+def _compare_formulas(gold: str, answer: str) -> bool | None:
+    if _are_words(gold, answer):
+        return _spelled(gold) == _spelled(answer)
     if not _is_formula(gold) or not _is_formula(answer) or gold.lower() == answer.lower():
         return False
     return shared_pool().compare(_to_parse(gold), _to_parse(answer))
+
+
+def _compare_equations(gold: str, answer: str) -> bool | None:
+    """Equality of texts of which one at least has an equals sign.
+
+    Two equations are compared as formulas, and a chain `x=2+1=3` as its last member, if its members are equal.
+    """
+    chains = [_split(re.sub(":?=+", "=", text), "=") for text in (gold, answer)]
+    if (len(chains[0]) == len(chains[1]) <= 2 and chains[0][:-1] != chains[1][:-1]) or max(map(len, chains)) == 1:
+        return _compare_formulas(gold, answer)
+    names = [chain.pop(0) if len(chain) > 1 and (is_name(chain[0]) or not chain[0]) else "" for chain in chains]
+    if all(names) and names[0] != names[1]:
+        return False
+    pairs = [(member, chain[-1]) for chain in chains for member in chain[:-1]] + [(chains[0][-1], chains[1][-1])]
+    verdicts = (_compare(*pair) for pair in pairs)
+    return next((verdict for verdict in verdicts if not verdict), True)
 
 
 def exact_number(text: str) -> Fraction | None:
@@ -125,12 +145,12 @@ def _spans(text: str, opening: int, closing: int) -> bool:
     return depth == 0
 
 
-def _split(text: str) -> list[str]:
-    """The text between commas (or semicolons) that are in no bracket."""
+def _split(text: str, marks: str = ",;") -> list[str]:
+    """The text between marks (commas and semicolons) that are in no bracket."""
     items, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
-        if character in ",;" and depth == 0:
+        if character in marks and depth == 0:
             items.append("")
         else:
             items[-1] += character
@@ -173,13 +193,19 @@ def _compare_unordered(gold: list[str], answer: list[str]) -> bool | None:
     return True
 
 
-def _has_words(text: str) -> bool:
-    """Whether letters spell a word instead of a product of variables."""
-    return r"\int" not in text and re.search("[a-zA-Z]{3}|[A-Z]{2}", _NOT_WORDS.sub(" ", text)) is not None
+def _are_words(gold: str, answer: str) -> bool:
+    r"""Whether letters spell words or names of points: in `\text{}`, beside `\angle`, or alone on both sides."""
+    if any(
+        MARKED_WORDS.search(text) or (_GEOMETRY.search(text) and re.search("[A-Z]{2}", text)) for text in (gold, answer)
+    ):
+        return True
+    return all(re.fullmatch("[a-zA-Z]{3,}|[A-Z]{2}", text) for text in (gold, answer))
 
 
-def _letters(text: str) -> str:
-    return re.sub(r"[^\w]", "", text).lower()
+def _spelled(text: str) -> str:
+    """The text with its words, or letters that are alone, in lower case and without spaces and punctuation."""
+    text = MARKED_WORDS.sub(lambda found: re.sub(r"[^\w/]", "", found[1]).lower(), text)
+    return text.lower() if re.fullmatch("[a-zA-Z]+", text) else text
 
 
 def _is_formula(text: str) -> bool:
@@ -188,8 +214,9 @@ def _is_formula(text: str) -> bool:
 
 
 def _to_parse(text: str) -> str:
-    """The normal form for the grammar: exact decimals, and the imaginary unit as (I); it forgets the power of I^{2}."""
+    """The normal form for the grammar: exact decimals, and the imaginary unit as (I), as I^{2} would lose its power."""
     text = _POINT.sub(lambda found: rf"(\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}})", text)
+    text = re.sub(r"(?<=\d)\(", r"\\cdot(", text)  # the grammar adds 2 and 3 in 2(3), as in a mixed number
     if re.search(r"\\(?:sum|prod)|_\{i", text):  # an index
         return text
     return re.sub(r"(?<![\\a-zA-Z])i(?![a-zA-Z])", "(I)", text)

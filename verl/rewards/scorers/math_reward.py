@@ -1,4 +1,4 @@
-r"""MATH answers: the last `\boxed{...}` of the solution equals the ground truth (docs/scorers.md)."""
+r"""MATH answers: the last `\boxed{...}` of the solution equals the ground truth (docs/rewards/scorers.md)."""
 
 from typing import Any
 

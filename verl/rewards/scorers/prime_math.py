@@ -28,6 +28,7 @@ def score_answer(solution_str: str, ground_truth: str) -> dict[str, Any]:
     return answer_score(extract_answer(solution_str), ground_truth)
 
 
-def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1 for the right answer, else 0."""
-    return score_answer(solution_str, ground_truth)["score"]
+def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str | None]:
+    """(right, whether the answer is in a box, the answer as it is written)."""
+    pred = extract_answer(model_output)
+    return bool(answer_score(pred, ground_truth)["acc"]), last_boxed(model_output) is not None, pred

@@ -38,14 +38,27 @@ def read_targets(ground_truth: Any) -> list[str]:
     return targets
 
 
+def em_check(prediction: str, golden_answers: Any) -> int:
+    """1 where the prediction equals one of the answers in normal form, else 0."""
+    return int(normalize_answer(prediction) in _normal_targets(golden_answers))
+
+
+def subem_check(prediction: str, golden_answers: Any) -> int:
+    """1 where one of the answers is in the prediction, both in normal form, else 0."""
+    return int(any(target in normalize_answer(prediction) for target in _normal_targets(golden_answers)))
+
+
+def _normal_targets(golden_answers: Any) -> set[str]:
+    return set(map(normalize_answer, read_targets(golden_answers))) - {""}
+
+
 def score_answer(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, Any]:
     """{score, acc, pred}: `score` for a right answer, `format_score` for a wrong one, 0 for none."""
     if method != "strict":
         raise ValueError(f"search_r1_like_qa_em method {method!r}; allowed: strict")
-    right = {normalize_answer(target) for target in read_targets(ground_truth)} - {""}
-    answer = extract_answer(solution_str)
+    right, answer = _normal_targets(ground_truth), extract_answer(solution_str)
     correct = answer is not None and normalize_answer(answer) in right
     value = 0.0 if answer is None else score if correct else format_score
     return {"score": value, "acc": float(correct), "pred": answer or ""}
@@ -56,3 +69,11 @@ def compute_score(
 ) -> float:
     """`score` for a right answer, `format_score` for a wrong one, 0 for none."""
     return score_answer(solution_str, ground_truth, method, format_score, score)["score"]
+
+
+def compute_score_subem(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for an answer that contains a right one, `format_score` for another, 0 for none."""
+    answer, value = extract_answer(solution_str), score_answer(solution_str, ground_truth, method, format_score, score)
+    return score if answer is not None and subem_check(answer, ground_truth) else value["score"]

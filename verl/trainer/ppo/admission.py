@@ -52,7 +52,7 @@ class AdmissionRules:
 
     @property
     def queued(self) -> list[int]:
-        """Those groups, in the order of their admission."""
+        """The queued groups, in the order of their admission."""
         return sorted(self._queued)
 
     def admit(self) -> int:

@@ -41,7 +41,7 @@ class AsyncCounts:
 
 @dataclass
 class StepTally:
-    """What a step has taken so far, and how long it took."""
+    """The groups that a step has taken so far, and how long it took."""
 
     ages: list[int] = field(default_factory=list)  # of each group: versions between its admission and its training
     trajectories: list[Trajectory] = field(default_factory=list)

@@ -4,9 +4,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.algorithms.old_logprobs import SCORED
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
@@ -15,19 +16,22 @@ from verl.observe.served_requests import GroupRequests
 from verl.observe.timers import StageSpan
 from verl.trainer.ppo.admission import AdmissionRules
 from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
-from verl.trainer.ppo.conversation_engine import ConversationEngine
+from verl.trainer.ppo.facts import RunFacts
 from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
-from verl.trainer.ppo.known_logprobs import KnownLogprobs, with_older_logprobs
-from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
+from verl.trainer.ppo.prompt_engine import PromptEngine, SampledSequence
+from verl.trainer.ppo.saved_groups import by_position, trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.trajectory_source import (
     CollectCounts,
     RolloutBatch,
     RolloutCollector,
+    TrajectorySource,
+    first_failure,
     greedy,
     mean_score,
     with_baseline,
 )
 from verl.utils.errors import VerlError
+from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
@@ -42,11 +46,10 @@ class Flight:
     answers: list[Trajectory] | None = None  # these and the next may be complete at different times
     greedy: list[Trajectory] | None = None  # the answer whose reward is the baseline of the others, if there is one
     task: "asyncio.Task[Group] | None" = None
-    engine: ConversationEngine | None = None  # while there are no answers
-    known: KnownLogprobs = field(default_factory=KnownLogprobs)  # by the trainer at the versions that sampled
+    engine: PromptEngine | None = None  # where the trainer scores what each version has sampled
 
 
-class AsyncSource:
+class AsyncSource(TrajectorySource):
     """Keeps (1 + staleness) x batch groups under way; a step takes the oldest finished ones (`AdmissionRules`).
 
     Between `take`s the engine is parked: what is unfinished waits for the next weights and goes on under them. With
@@ -64,12 +67,13 @@ class AsyncSource:
         admission: AdmissionRules,
         rules: GroupRules,
         events: EventLog,
-        with_baselines: bool = False,
+        facts: RunFacts,
         goes_on: bool = False,
     ):
         self.prompts, self.collector, self.sampling = prompts, collector, sampling
-        self.admission, self.rules, self.events, self.with_baselines = admission, rules, events, with_baselines
-        self.goes_on, self.idle = goes_on, IdleClock()
+        self.admission, self.rules, self.events, self.goes_on = admission, rules, events, goes_on
+        self.with_baselines, self.scores_versions = facts.baselines, facts.old_logprobs == SCORED
+        self.idle = IdleClock()
         self.flights: dict[int, Flight] = {}  # by number; in flight or queued
         self.counts = AsyncCounts()
         self._drawn: deque[PromptRow] = deque()  # of the sampler's last batch, not admitted yet
@@ -99,15 +103,17 @@ class AsyncSource:
             self._parked_at = time.perf_counter()
         taken = [self.flights.pop(number) for number in self.admission.take(num_prompts)]
         out = RolloutBatch(generate_s=time.perf_counter() - start)
-        groups = [with_older_logprobs(await self._scored(flight), flight.known) for flight in taken]
+        groups = [await self._scored(flight) for flight in taken]
+        scored = zip(groups, [flight.engine for flight in taken], strict=True)
+        groups = [group if one is None else one.with_older_logprobs(group, engine.version) for group, one in scored]
         stats = await engine.stats()
         out.engine_stats = metrics_between(stats_before, stats)
         self._last_stats = stats if self.goes_on else None
         if self.collector.free_cache:
             await engine.sleep_until_update()
         out.rows = [flight.row for flight in taken]
-        pairs = [pair for group in groups for pair in group]
-        out.trajectories, out.scores = [t for t, _ in pairs], [score for _, score in pairs]
+        out.trajectories = [answer for group in groups for answer, _ in group]
+        out.scores = [score for group in groups for _, score in group]
         out.num_reward_errors = sum(score.error is not None for score in out.scores)
         out.num_abstained = sum(score.abstained for score in out.scores)
         out.num_reward_retries = sum(score.retries for score in out.scores)
@@ -142,12 +148,26 @@ class AsyncSource:
         for _ in range(2):
             await asyncio.sleep(0)
 
-    async def keep_going(self) -> None:
-        """Never returns: while it waits, the event loop runs on beside the training."""
-        await asyncio.Event().wait()
+    async def publish(self, weight_sync: WeightSync, version: int) -> Receipt:
+        if not self.goes_on:
+            return await weight_sync.publish(version)
+        engine, started = self.collector.engine, time.perf_counter()
+        if engine.can_park:
+            await engine.park()  # it cannot get weights beside the sampling
+        receipt = await weight_sync.publish(version)
+        if engine.can_park:
+            receipt = replace(receipt, pause_s=time.perf_counter() - started)
+        await self.published(version, receipt.pause_s)
+        return receipt
+
+    async def under_way(self) -> list[SampledSequence]:
+        in_flight = {saved["request_id"]: saved for saved in await self.collector.engine.in_flight()}
+        for _ in range(2):  # what was complete when the engine was asked, or parked, reaches its group
+            await asyncio.sleep(0)
+        asked = [(flight.engine, flight.answers) for flight in self.flights.values() if flight.engine is not None]
+        return [sequence for engine, answers in asked for sequence in engine.sequences(answers, in_flight)]
 
     def note_stages(self, spans: Sequence[StageSpan]) -> None:
-        """When each stage of a step began and how long it took, for the timeline; those that hold others included."""
         to_time = time.time() - time.perf_counter()
         stages = [[name, round(to_time + start, 6), round(seconds, 6)] for name, start, seconds in spans]
         self.events.add("stages", stages=stages)
@@ -169,7 +189,7 @@ class AsyncSource:
         """Send prompts while there is room."""
         for _ in range(self.admission.room):
             number = self.admission.admit()
-            flight = Flight(number, self._next_row(), self.admission.version)
+            flight = Flight(number, self._next_row(), self.admission.version, engine=self._engine_for(number))
             self.events.add("admitted", group=number, row=flight.row.index, version=flight.version)
             self._send(flight)
 
@@ -199,9 +219,8 @@ class AsyncSource:
                 if self.with_baselines and flight.greedy is None:
                     pair.create_task(self._answer_greedily(flight))
                 if flight.answers is None:
-                    flight.engine = ConversationEngine(self.collector.engine)
-                    flight.answers = await self._sample(flight, self.sampling, flight.engine)
-                    flight.engine = None
+                    engine = flight.engine or self.collector.engine
+                    flight.answers = await self._sample(flight, self.sampling, engine)
             self._note_answers(flight)
         assert flight.answers is not None
         group = await self.collector.scored(flight.row, flight.answers)
@@ -211,6 +230,9 @@ class AsyncSource:
         if self.rules.replace_groups and flight.number in self.admission.versions:
             self._keep_or_evict(flight, group)
         return group
+
+    def _engine_for(self, group: int, known: Sequence[dict[str, Any]] = ()) -> PromptEngine | None:
+        return PromptEngine(self.collector.engine, group, known) if self.scores_versions else None
 
     def _is_answered(self, flight: Flight) -> bool:
         return flight.answers is not None and (flight.greedy is not None or not self.with_baselines)
@@ -288,7 +310,8 @@ class AsyncSource:
             flight = Flight(group["group"], row, group["version"])
             flight.answers = trajectories_from_json(group["answers"], flight.number, row.index)
             flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
-            flight.known = KnownLogprobs.from_json(group.get("known_logprobs", []))
+            known = by_position(group.get("known_logprobs", []), flight.answers, saved["engine"])
+            flight.engine = self._engine_for(flight.number, known)
             self._send(flight)
         await self._until_sent()
 
@@ -301,8 +324,7 @@ class AsyncSource:
         self.collector.engine.close()
 
     async def saved(self) -> dict[str, Any]:
-        """`state_dict` with what the engine says is in flight. What it completes after it was asked is complete here,
-        too."""
+        """The state of `state_dict`; an answer that the engine completes after it was asked is complete here, too."""
         requests = await self.collector.engine.in_flight()
         return self.state_dict(requests)
 
@@ -320,7 +342,7 @@ class AsyncSource:
             "groups": [
                 {"group": f.number, "row": f.row.index, "version": f.version}
                 | {"answers": trajectories_as_json(f.answers), "greedy": trajectories_as_json(f.greedy)}
-                | {"known_logprobs": f.known.as_json()}
+                | {"known_logprobs": f.engine.known(f.answers) if f.engine else []}
                 for f in self.flights.values()
             ],
             "engine": self.collector.engine.parked() if in_flight is None else in_flight,
@@ -337,10 +359,3 @@ class AsyncSource:
         self.admission.load_state_dict(state["admission"])
         self.counts.load_state_dict(state["counts"])
         self._saved = state
-
-
-def first_failure(error: BaseException) -> BaseException:
-    """The exception that ended a group of tasks."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -26,23 +26,23 @@ STAGES = {  # phase of a plan -> where its metrics are, and the role whose devic
 def mfu_metrics(trainer: PPOTrainer, batch: Batch, trained: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
     """perf/mfu/{actor,actor_infer,critic} of the stages that ran; empty for an engine without FLOP counts.
 
-    Each sequence is counted at its own length, without a prompt that the actor shares with an earlier one
+    Each sequence is counted at its own length, without a prompt that the role shares with an earlier one
     (`actor.use_prefix_grouper`), and each epoch of the update, which is of `trained`, once.
     """
     lengths, num_sampled = trained.lengths.tolist(), int(trained["loss_mask"].sum())
-    shares, needed = trainer.actor.train_micro.share_prefixes, dict[str, tuple[str, Speed, float]]()
-    actor = group_speed(trainer.actor.group)
-    if actor is not None:
+    needed = dict[str, tuple[str, Speed, float]]()
+    for name, role in {"actor": trainer.actor, "critic": trainer.critic}.items():
+        speed = None if role is None else group_speed(role.group)
+        if role is None or speed is None:
+            continue
+        shares = role.dispatcher.shares_prompts
         repeated = repeated_prompt_lengths(trained) if shares else []
-        flops = actor.counts.update(lengths, num_sampled) - actor.counts.update(repeated, 0)
-        needed["update_actor"] = "actor", actor, flops * trainer.actor.mini_batches.epochs
-        repeated = repeated_prompt_lengths(batch) if shares else []
-        flops = actor.counts.forward(batch.lengths.tolist(), int(batch["loss_mask"].sum()))
-        needed["old_log_prob"] = "actor_infer", actor, flops - actor.counts.forward(repeated, 0)
-    critic = group_speed(trainer.critic.group) if trainer.critic is not None else None
-    if critic is not None and trainer.critic is not None:
-        epochs = trainer.critic.mini_batches.epochs
-        needed["update_critic"] = "critic", critic, critic.counts.update(lengths, num_sampled) * epochs
+        flops = speed.counts.update(lengths, num_sampled) - speed.counts.update(repeated, 0)
+        needed[f"update_{name}"] = name, speed, flops * role.mini_batches.epochs
+        if name == "actor":
+            repeated = repeated_prompt_lengths(batch) if shares else []
+            flops = speed.counts.forward(batch.lengths.tolist(), int(batch["loss_mask"].sum()))
+            needed["old_log_prob"] = "actor_infer", speed, flops - speed.counts.forward(repeated, 0)
     return {
         f"perf/mfu/{name}": speed.mfu(flops, seconds[stage])
         for stage, (name, speed, flops) in needed.items()

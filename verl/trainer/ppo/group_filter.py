@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 from verl.config import RunConfig
 from verl.data.prompts import PromptRow
 from verl.data.reward_parts import reward_part
-from verl.data.trajectory import Trajectory
+from verl.data.trajectory import Trajectory, conversations_of
 from verl.rewards.base import Score
 from verl.utils.errors import VerlError
 
@@ -38,7 +39,7 @@ class GroupPlan(Protocol):
         """How many of the first prompts are used up."""
 
     def metrics(self) -> dict[str, float]:
-        """What was left out, and why."""
+        """Metrics of what was left out, and why."""
 
 
 class FixedPrompts:
@@ -73,7 +74,7 @@ class GroupRules:
 
     @classmethod
     def of(cls, config: RunConfig) -> "GroupRules":
-        """What `algorithm.filter_groups`, `data.gen_batch_size` and `trainer.v1.sampler` ask for."""
+        """The filter that `algorithm.filter_groups`, `data.gen_batch_size` and `trainer.v1.sampler` ask for."""
         settings = config.algorithm.filter_groups
         return cls(
             settings.metric if settings.enable else None,
@@ -191,11 +192,13 @@ class Verdict:
 
 def verdict_on(group: Group, rules: GroupRules) -> Verdict:
     """The verdict on one group; RewardError where an answer lacks the metric."""
-    scored = [trajectory for trajectory, _ in group if trajectory.reward is not None]
-    if not scored:
-        return Verdict("failed", (), len(group))
+    answers = conversations_of([trajectory for trajectory, _ in group])
+    scored = [[t for t in outputs if t.reward is not None] for outputs in answers]
+    if not any(scored):
+        return Verdict("failed", (), len(answers))
     if rules.metric is None:
-        return Verdict("", (), len(group))
-    whole = rules.metric in WHOLE_REWARD
-    values = tuple(t.reward or 0.0 if whole else reward_part(t, rules.metric) for t in scored)
-    return Verdict("equal" if min(values) == max(values) else "", values, len(group))
+        return Verdict("", (), len(answers))
+    name = "" if rules.metric in WHOLE_REWARD else rules.metric
+    each = [[reward_part(t, name) if name else t.reward or 0.0 for t in outputs] for outputs in scored if outputs]
+    values = tuple(map(fmean, each))
+    return Verdict("equal" if min(values) == max(values) else "", values, len(answers))

@@ -50,7 +50,7 @@ def _export_counts(exporter: Exporter) -> Callable[[CollectCounts], None]:
 
 
 def _record_replicas(run: TrainingRun, engine: RolloutEngine) -> list[EngineStats]:
-    """What each replica or rank has counted, also as a line of the run's folder, for its report."""
+    """Records what each replica or rank has counted, also as a line of the run's folder, for its report."""
     found = list(run.trainer.wait_for(engine.stats()))
     replicas = [
         {"counts": {**stats.totals, **stats.steps}, "gauges": dict(stats.gauges), "decode_times": dict(stats.sums)}
@@ -62,7 +62,7 @@ def _record_replicas(run: TrainingRun, engine: RolloutEngine) -> list[EngineStat
 
 
 def _export_replicas(found: list[EngineStats], engine: RolloutEngine, exporter: Exporter) -> None:
-    """What each replica or rank has counted, and which replicas are lost."""
+    """Exports what each replica or rank has counted, and which replicas are lost."""
     for number, stats in enumerate(found):
         for name, count in (*stats.totals.items(), *stats.steps.items()):
             exporter.gauge("verl_replica_count_total", count, replica=str(number), count=name)

@@ -1,4 +1,4 @@
-"""What the advantage estimator and the policy loss of a run need, and whether the run provides it."""
+"""Needs of the advantage estimator and the policy loss of a run, and whether the run provides them."""
 
 from verl.algorithms.advantages import get_advantage
 from verl.algorithms.losses import get_policy_loss
@@ -9,11 +9,6 @@ from verl.data.columns import COLUMNS, REWARD_PART
 from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
-
-
-def needs_baselines(config: RunConfig) -> bool:
-    """Whether each prompt gets a greedy answer, whose reward is the baseline of the others."""
-    return "reward_baselines" in get_advantage(config.algorithm.adv_estimator).columns_for(config.algorithm)
 
 
 def num_parts(config: RunConfig) -> int:
@@ -65,7 +60,27 @@ def check_importance_weights_are_used(config: RunConfig) -> None:
     if correction.weighs_loss and isinstance(loss, PolicyLossAdapter) and loss.ignores_weights(actor):
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={correction.rollout_is}, but the policy loss {loss.name!r} "
-            f"ignores its argument rollout_is_weights; multiply its losses by it, or set rollout_is=null"
+            f"ignores its argument rollout_is_weights; multiply its losses by it, or set "
+            "algorithm.rollout_correction.rollout_is=null"
+        )
+
+
+def check_rollout_logprobs(config: RunConfig) -> None:
+    """ConfigError where the loss takes the rollout's log-probs, and the engine's are not those of the policy: the
+    importance weights would be off by what sampling leaves out, though both have the same weights."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    names = ["min_tokens"] if rollout.name == "sglang" else []
+    if rollout.name == "vllm" and rollout.engine_kwargs.vllm.get("speculative_config"):
+        names = ["top_p", "top_k", "min_tokens"]
+    if rollout.name == "vllm" and rollout.logprobs_mode == "raw_logprobs" and rollout.do_sample:
+        names = [*names, "temperature"]
+    off = {"top_p": (1,), "top_k": (-1, 0), "min_tokens": (0,), "temperature": (1,)}
+    wrong = [f"{name}={rollout[name]}" for name in names if rollout[name] not in off[name]]
+    if wrong and (correction.bypass_mode or correction.corrects):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.{wrong[0]}: with it, the log-probs of rollout.name={rollout.name} are not the "
+            "policy's (of SGLang's min_tokens, of vLLM's drafts and raw_logprobs), for which "
+            "algorithm.rollout_correction takes them; leave out one of the two, or use rollout.name=native"
         )
 
 

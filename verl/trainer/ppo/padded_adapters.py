@@ -16,7 +16,6 @@ from torch import Tensor
 from verl.algorithms.losses import TokenMetrics
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.algorithm import PADDED_AGG_MODES
-from verl.config.extra import Extra
 from verl.config.own_keys import check_types, with_typed_extra, with_value
 from verl.data.batch import Batch
 from verl.data.columns import REWARD_PART
@@ -73,7 +72,7 @@ class PaddedView:
 
 
 class NamedArrays(dict[str, Any]):
-    """What an estimator gets as `batch` or `non_tensor_batch`; a KeyError says what there is."""
+    """The `batch` or `non_tensor_batch` of an estimator; a KeyError says what there is."""
 
     def __missing__(self, name: str) -> Any:
         advice = "parts of the reward are those in algorithm.gdpo_reward_keys"
@@ -84,16 +83,20 @@ class ActorView(ActorConfig):
     """The actor's section plus `extra`, that of its policy loss, and `global_batch_info`, for `agg_loss`."""
 
     global_batch_info: ClassVar[dict[str, Any]]  # set per instance; no keys of the configuration
-    extra: ClassVar[Extra]
 
     def __init__(self, section: ActorConfig):
         # the loss weights contain the mini-batch's counts; agg_loss does not need them
         counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
         info = {**counts, "loss_scale_factor": section.loss_scale_factor}
-        self.__dict__.update(section.__dict__, global_batch_info=info, extra=section.policy_loss.extra)
+        own = {"extra": section.policy_loss.extra, "_of_actor": section.extra}
+        self.__dict__.update(section.__dict__, global_batch_info=info, **own)
 
     def __contains__(self, name: object) -> bool:
-        return name in ("global_batch_info", "extra") or super().__contains__(name)
+        return name in ("global_batch_info", *self.__dict__["_of_actor"]) or super().__contains__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        of_actor = self.__dict__.get("_of_actor", {})
+        return of_actor[name] if name in of_actor else super().__getattr__(name)  # type: ignore[misc]
 
 
 class AdvantageAdapter:
@@ -295,7 +298,7 @@ class PolicyLossAdapter:
             raise ConfigError(
                 f"policy loss {self.name!r} cannot be used: {e}. Build one loss per token, (bs, T), and reduce it with "
                 f"verl.trainer.ppo.core_algos.agg_loss (several results may be added up); otherwise the gradient "
-                f"would change with the micro-batch size (docs/own_algorithm.md)"
+                f"would change with the micro-batch size (docs/extend/own_algorithm.md)"
             ) from e
 
     def check_signature(self) -> None:

@@ -65,7 +65,12 @@ def compute_rloo_outcome_advantage(
     return _as_rows(group_advantages.rloo(batch, AlgorithmConfig()), response_mask)
 
 
-compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any = None, **kwargs: Any
+) -> Advantages:
+    """`verl.algorithms.group_advantages.rloo_vectorized`."""
+    batch = _groups(token_level_rewards, response_mask, index)
+    return _as_rows(group_advantages.rloo_vectorized(batch, AlgorithmConfig()), response_mask)
 
 
 def compute_opo_outcome_advantage(

@@ -4,23 +4,30 @@ from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, keeps_cache, staleness
 from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
-from verl.trainer.ppo.placement import is_this_process, place_roles
-from verl.trainer.preflight import chosen_runtime
+from verl.trainer.ppo.placement import is_this_process, pools_of
+from verl.trainer.ppo.plan import Plan
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.registry import Weights, rollout_engine_of
 from verl.workers.rollout.reissuing import ReissuingEngine
 
+NO, ASK_AGAIN, PAUSE = "no", "ask_again", "pause"
 
-def parks(config: RunConfig) -> bool:
-    """Whether answers are parked while the policy is trained or, with devices of its own for the rollout, while an
-    engine gets weights that cannot do so beside the sampling."""
+
+def parks(config: RunConfig) -> str:
+    """How unfinished answers are parked while the policy is trained or, with devices of its own for the rollout, while
+    an engine gets weights that cannot do so beside the sampling.
+
+    no: they are not. ask_again: they go on as prompts under the new weights. pause: with their KV cache.
+    """
     mode = config.trainer.v1.trainer_mode
     apart = mode == SEPARATE and not rollout_engine_of(config.actor_rollout_ref).is_apart
-    return (mode == COLOCATED or apart) and staleness(config) > 0
+    if not (mode == COLOCATED or apart) or not staleness(config):
+        return NO
+    return PAUSE if keeps_cache(config) else ASK_AGAIN
 
 
-def check_parking(config: RunConfig) -> None:
+def check_parking(config: RunConfig, plan: Plan) -> None:
     """ConfigError for what cannot be beside unfinished answers, or beside answers that are parked."""
     if not is_asynchronous(config) or not staleness(config):
         return
@@ -32,17 +39,18 @@ def check_parking(config: RunConfig) -> None:
             "nothing is sampled; give it devices of its own (reward.reward_model.enable_resource_pool=True), or set "
             "async_training.staleness_threshold=0"
         )
-    if not parks(config):
+    if (parked := parks(config)) == NO:
         return
     registered = rollout_engine_of(config.actor_rollout_ref)
-    if keeps_cache(config) and not registered.keeps_cache:
+    if parked == PAUSE and not registered.keeps_cache:
         raise ConfigError(
             f"actor_rollout_ref.rollout.kv_cache_on_publish={rollout.kv_cache_on_publish} needs an engine that keeps "
             f"the KV cache of unfinished answers over a publish: rollout.name=native or vllm; rollout.name="
-            f"{rollout.name} aborts them, and is asked again with their tokens. Set kv_cache_on_publish=recompute"
+            f"{rollout.name} aborts them, and is asked again with their tokens. Set "
+            "actor_rollout_ref.rollout.kv_cache_on_publish=recompute"
         )
     in_place = registered.weights is Weights.IN_PLACE
-    if in_place and any(is_this_process(pool, chosen_runtime(config.trainer)) for pool in place_roles(config)):
+    if in_place and any(is_this_process(pool, plan.runtime) for pool in pools_of(plan)):
         return
     if rollout.stop:
         raise ConfigError(
@@ -53,8 +61,6 @@ def check_parking(config: RunConfig) -> None:
         )
 
 
-def with_parking(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:
-    """The engine that answers prompts: one that can park, where answers are parked."""
-    if not parks(config) or engine.can_park:
-        return engine
-    return ReissuingEngine(engine, keeps_cache(config))
+def with_parking(parked: str, engine: RolloutEngine) -> RolloutEngine:
+    """The engine that answers prompts: one that can park, where answers are `parked`."""
+    return engine if parked == NO or engine.can_park else ReissuingEngine(engine, parked == PAUSE)

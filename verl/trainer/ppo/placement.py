@@ -39,11 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 def plan_run(config: RunConfig) -> Plan:
-    """The plan of a run on this machine; ConfigError where it is impossible, or has too few devices here.
+    """The plan of a run on this machine; ConfigError where it is impossible, has too few devices here, or is one that
+    this version cannot start.
 
     Of several replicas that nobody asked for by number, beside ranks on Ray, it has the one that can start, where the
     engine starts none on other machines.
     """
+    check_values_can_start(config)
     platform, runtime = get_platform(), chosen_runtime(config.trainer)
     if runtime == "ray":
         ray_cluster.check_installed()
@@ -52,29 +54,22 @@ def plan_run(config: RunConfig) -> Plan:
     arr = config.actor_rollout_ref
     alone = runtime == "ray" and arr.rollout.num_replicas is None and not splits_rollout(config)
     if alone and _has_copies_on_devices(config, plan) and not rollout_engine_of(arr).starts_on_nodes:
-        return replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
+        plan = replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
+    _check_replicas_can_start(config, plan)
+    _check_reward_model_can_start(config, plan)
     return plan
 
 
-def place_roles(config: RunConfig) -> tuple[Pool, ...]:
-    """The pools of a run; critic and reference have one of their own with their key `n_gpus_per_node`.
-
-    ConfigError where there are too few devices, the ranks of a pool cannot share the sequences, or the plan is one
-    that this version cannot start.
-    """
-    check_values_can_start(config)
-    plan = plan_run(config)
-    _check_replicas_can_start(config, plan)
-    _check_reward_model_can_start(config, plan)
+def pools_of(plan: Plan) -> tuple[Pool, ...]:
+    """The ranks of a plan; critic and reference have a pool of their own with their key `n_gpus_per_node`."""
     servers = [made.pool for made in plan.replicas if made.pool != "actor"]  # replicas are no ranks
-    trained = [pool for pool in plan.pools if pool.name not in servers]
-    return tuple(Pool(p.name, p.roles, p.num_devices, p.first_device, p.nodes, p.first_node) for p in trained)
+    return tuple(pool for pool in plan.pools if pool.name not in servers)
 
 
-def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> list[PoolMemory]:
+def announce_plan(config: RunConfig, plan: Plan, announce: Callable[[str], None] = say) -> list[PoolMemory]:
     """Tell `announce` one line a pool, where there are several ranks: its devices, roles and memory, which it returns;
     nothing for one rank on a CPU, or where the memory is not known."""
-    plan, platform = plan_run(config), get_platform()
+    platform = get_platform()
     memory: list[PoolMemory] = []
     if log_lines(plan) or platform.device_name != "cpu":
         try:
@@ -123,10 +118,8 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
         )
 
 
-def devices_apart(config: RunConfig) -> tuple[list[int], str]:
-    """By machine, the devices of a rollout and a reward model that have their own, and in words how many each has;
-    empty without such pools."""
-    plan = plan_run(config)
+def devices_apart(plan: Plan) -> tuple[list[int], str]:
+    """(devices per machine that a rollout and a reward model have to themselves, the same in words); empty without."""
     counts, words = [0] * plan.num_nodes, []
     for pool in plan.pools:
         if pool.roles in (("rollout",), ("reward_model",)):
@@ -138,27 +131,26 @@ def devices_apart(config: RunConfig) -> tuple[list[int], str]:
 
 def is_this_process(pool: Pool, runtime: str) -> bool:
     """Whether the ranks of `pool` are the driver's own process."""
-    return pool.num_ranks == 1 and "actor" in pool.roles and runtime not in ("processes", "ray")
+    return pool.num_devices == 1 and "actor" in pool.roles and runtime not in ("processes", "ray")
 
 
-def start_pools(
-    config: RunConfig, total_steps: int, pools: tuple[Pool, ...], announce: Callable[[str], None] = say
-) -> WorkerPools:
+def start_pools(config: RunConfig, total_steps: int, plan: Plan, announce: Callable[[str], None] = say) -> WorkerPools:
     """The ranks with their engines: the actor's single rank is this process, all others one process each; with Ray,
     actors of the cluster that `announce` is told about."""
-    num_ranks, runtime, platform = sum(pool.num_ranks for pool in pools), chosen_runtime(config.trainer), get_platform()
+    pools, runtime, platform = pools_of(plan), plan.runtime, get_platform()
+    num_ranks = sum(pool.num_devices for pool in pools)
     settings, share = config.trainer, config.ray_kwargs.devices_per_rank
     stall_timeout_s, group_name = settings.stall_timeout_s, f"verl-{settings.experiment_name}"
     devices = Devices(platform, settings.nnodes, share, group_name, settings.node_wait_s)
     reserved: Any = None
 
     def start(pool: Pool) -> WorkerGroup:
-        name, layout = pool.name if len(pools) > 1 else "", Layout.data_parallel(pool.num_ranks)
+        name, layout = pool.name if len(pools) > 1 else "", Layout.data_parallel(pool.num_devices)
         factory = partial(build_rank_workers, config, total_steps, pool.roles)
         launcher = partial(command_of_rank, config, pool.roles)
         if runtime == "ray":
-            nsight = worker_options(config) if any(map(launcher, range(pool.num_ranks))) else None
-            there = replace(devices, num_nodes=pool.num_nodes, first_node=pool.first_node)
+            nsight = worker_options(config) if any(map(launcher, range(pool.num_devices))) else None
+            there = replace(devices, num_nodes=pool.nodes, first_node=pool.first_node)
             return RayGroup(factory, layout, there, name, num_ranks, stall_timeout_s, reserved, nsight)
         if is_this_process(pool, runtime):
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
@@ -169,11 +161,11 @@ def start_pools(
         if runtime == "ray":
             cluster = join_cluster(config.ray_kwargs.ray_init, config.ray_kwargs.timeline_json_file)
             ending.callback(cluster.leave)
-            apart, others = devices_apart(config)
+            apart, others = devices_apart(plan)
             near = [pool for pool in pools if pool.name != "reward_model"]  # the others' devices are in `apart`
-            ranks = sum(pool.num_ranks for pool in near)
+            ranks = sum(pool.num_devices for pool in near)
             announce(cluster.describe(platform, ranks + sum(apart)))
-            beside = sum(pool.num_ranks for pool in near if pool.name != "actor") // settings.nnodes
+            beside = sum(pool.num_devices for pool in near if pool.name != "actor") // settings.nnodes
             reserved = reserve(devices, ranks, f"the run of {describe_pools(near)}{others}", beside, apart)
             ending.callback(release, reserved)
         else:

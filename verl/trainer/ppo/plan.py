@@ -11,6 +11,7 @@ from verl.config.check import check_batch_divides, uses_critic, uses_reference
 from verl.config.distillation import role_name, teachers
 from verl.config.reward import reward_model_place
 from verl.config.rollout import RolloutConfig
+from verl.runtime.pools import Pool
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.registry import Weights, rollout_engine_of
 
@@ -25,22 +26,6 @@ class Machine:
 
     kind: str
     devices: int | None = None
-
-
-@dataclass(frozen=True)
-class PlannedPool:
-    """`per_node` devices on each of `nodes` machines, from `first_device` of node `first_node` on, for `roles`."""
-
-    name: str
-    roles: tuple[str, ...]
-    per_node: int
-    nodes: int = 1
-    first_device: int = 0
-    first_node: int = 0
-
-    @property
-    def num_devices(self) -> int:
-        return self.nodes * self.per_node
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class Plan:
 
     machine: Machine
     runtime: str
-    pools: tuple[PlannedPool, ...]
+    pools: tuple[Pool, ...]
     replicas: tuple[Replicas, ...]
     notes: tuple[str, ...] = ()
     devices_per_rank: float = 1.0  # below 1, Ray lets ranks share devices, and picks which
@@ -87,7 +72,7 @@ class Plan:
         return self.replicas[0]
 
     @property
-    def rollout_pool(self) -> PlannedPool:
+    def rollout_pool(self) -> Pool:
         return next(pool for pool in self.pools if pool.name == self.rollout.pool)
 
     @property
@@ -97,7 +82,7 @@ class Plan:
 
     @property
     def rollout_places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Of the rollout: `places`."""
+        """Machine and devices of each rollout replica, as `places`."""
         return self.places(self.rollout)
 
     def places(self, made: Replicas) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -142,14 +127,14 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
     return plan
 
 
-def _place_pools(config: RunConfig, machine: Machine, runtime: str) -> list[PlannedPool]:
+def _place_pools(config: RunConfig, machine: Machine, runtime: str) -> list[Pool]:
     """The actor's pool, those beside it on the same machines, and those on machines of their own."""
     beside, far, nodes = devices_beside_actor(config), _pools_on_own_nodes(config), config.trainer.nnodes
     per_node = _count_actor_devices(config, machine, runtime, beside, sum(pool.per_node for pool in far))
     check_batch_divides(config, nodes * per_node)
-    pools = [PlannedPool("actor", _actor_roles(config, {*beside}), per_node, nodes)]
+    pools = [Pool("actor", _actor_roles(config, {*beside}), per_node, nodes)]
     for role, (_, count) in beside.items():
-        pools.append(PlannedPool(role, (role,), count, nodes, sum(pool.per_node for pool in pools)))
+        pools.append(Pool(role, (role,), count, nodes, sum(pool.per_node for pool in pools)))
     for pool in far:
         pools.append(_first_fit(pool, pools, machine))
     return pools
@@ -183,18 +168,18 @@ def _rollout_devices(config: RunConfig) -> int:
     return count
 
 
-def _pools_on_own_nodes(config: RunConfig) -> list[PlannedPool]:
+def _pools_on_own_nodes(config: RunConfig) -> list[Pool]:
     """Pools of `nnodes` machines of their own, not placed yet."""
     nodes, reward, out = config.actor_rollout_ref.rollout.nnodes, config.reward.reward_model, []
     if nodes:
-        out.append(PlannedPool("rollout", ("rollout",), _rollout_devices(config), nodes))
+        out.append(Pool("rollout", ("rollout",), _rollout_devices(config), nodes))
     if reward.enable and reward.enable_resource_pool:
         if not reward.nnodes:
             raise ConfigError(
                 f"{REWARD_MODEL}.enable_resource_pool=True needs {REWARD_MODEL}.nnodes of 1 or more, and it is 0; set "
                 "it, or drop enable_resource_pool to share the actor's devices"
             )
-        out.append(PlannedPool("reward_model", ("reward_model",), reward.n_gpus_per_node, reward.nnodes))
+        out.append(Pool("reward_model", ("reward_model",), reward.n_gpus_per_node, reward.nnodes))
     return out
 
 
@@ -215,7 +200,7 @@ def _actor_roles(config: RunConfig, apart: set[str]) -> tuple[str, ...]:
 def _count_actor_devices(
     config: RunConfig, machine: Machine, runtime: str, beside: dict[str, tuple[str, int]], far: int
 ) -> int:
-    """Of one machine: `trainer.n_gpus_per_node`, or those that the other pools leave; one on a CPU."""
+    """The actor's devices on one machine: `trainer.n_gpus_per_node`, or what the other pools leave; one on a CPU."""
     configured, nodes, others = config.trainer.n_gpus_per_node, config.trainer.nnodes, dict(beside.values())
     taken, asked = sum(others.values()), {ACTOR_DEVICES: configured, **others}
     text = " and ".join(f"{key}={count}" for key, count in asked.items() if count is not None)
@@ -257,7 +242,7 @@ def _nearest_split(beside: dict[str, tuple[str, int]], available: int) -> str:
     return f"; the nearest that fits is {ACTOR_DEVICES}={actor} {ROLLOUT}.{DEVICES}={rollout}"
 
 
-def _first_fit(pool: PlannedPool, placed: list[PlannedPool], machine: Machine) -> PlannedPool:
+def _first_fit(pool: Pool, placed: list[Pool], machine: Machine) -> Pool:
     """`pool` on the first machines that have room beside those `placed`, on new ones otherwise."""
     used = [0] * max(p.first_node + p.nodes for p in placed)
     for other in placed:
@@ -272,13 +257,11 @@ def _first_fit(pool: PlannedPool, placed: list[PlannedPool], machine: Machine) -
     for first in range(len(used) + 1):
         device = max(used[first : first + pool.nodes], default=0)
         if device + pool.per_node <= room:
-            return PlannedPool(pool.name, pool.roles, pool.per_node, pool.nodes, device, first)
+            return replace(pool, first_device=device, first_node=first)
     raise AssertionError("a new machine has room")
 
 
-def _rollout_replicas(
-    config: RunConfig, pool: PlannedPool, machine: Machine, runtime: str, notes: list[str]
-) -> Replicas:
+def _rollout_replicas(config: RunConfig, pool: Pool, machine: Machine, runtime: str, notes: list[str]) -> Replicas:
     arr, rollout, split = config.actor_rollout_ref, config.actor_rollout_ref.rollout, splits_rollout(config)
     if not split and rollout.n_gpus_per_node not in (None, config.trainer.n_gpus_per_node):
         notes.append(
@@ -320,7 +303,7 @@ def _rollout_replicas(
     return made
 
 
-def _reward_replicas(config: RunConfig, pool: PlannedPool, machine: Machine) -> Replicas:
+def _reward_replicas(config: RunConfig, pool: Pool, machine: Machine) -> Replicas:
     """The servers of the reward model; on CPUs nobody counts their devices."""
     served = config.reward.reward_model.rollout
     tensor, data, number = served.tensor_model_parallel_size, served.data_parallel_size, served.num_replicas
@@ -343,7 +326,7 @@ def _reward_replicas(config: RunConfig, pool: PlannedPool, machine: Machine) -> 
     return made
 
 
-def _check_ranks_of_the_transport(replicas: Replicas, pool: PlannedPool, backend: str) -> None:
+def _check_ranks_of_the_transport(replicas: Replicas, pool: Pool, backend: str) -> None:
     """ConfigError where a transport by the platform's collectives would join two ranks on one device."""
     if backend not in ("nccl", "hccl"):
         return
@@ -374,7 +357,7 @@ def replicas_without_devices(rollout: RolloutConfig, notes: list[str]) -> int:
     return number or count
 
 
-def _fitted(asked: Replicas, pool: PlannedPool, number: int | None, where: str) -> Replicas:
+def _fitted(asked: Replicas, pool: Pool, number: int | None, where: str) -> Replicas:
     """`asked` with its count: `number`, or as many as fill the pool; ConfigError where they do not fit."""
     size, per_node, total = asked.size, pool.per_node, pool.num_devices
     whole_nodes = size % per_node == 0 and per_node % asked.tensor == 0

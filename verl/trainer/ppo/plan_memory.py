@@ -1,4 +1,4 @@
-"""What every role of a plan holds in the memory of a device, in each phase of a step: an estimate.
+"""Estimates the device memory of every role of a plan, in each phase of a step.
 
 Counted are parameters, gradients, optimiser state, and the weights and the KV cache of rollouts. Activations, logits,
 gathered layers and what libraries take for themselves are not.
@@ -8,14 +8,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from verl.algorithms.old_logprobs import keeps_published_weights
 from verl.config import HFModelConfig, RunConfig
-from verl.config.asynchronous import keeps_cache, keeps_published_weights
+from verl.config.asynchronous import keeps_cache
 from verl.config.check import has_adapters
 from verl.config.distillation import role_name, teachers
 from verl.config.engine import EngineConfig
 from verl.models.load import dtype_of
 from verl.models.parameter_counts import ParameterCounts, model_parameters
-from verl.trainer.ppo.plan import REWARD_MODEL, ROLLOUT, Plan, PlannedPool, splits_rollout
+from verl.runtime.pools import Pool
+from verl.trainer.ppo.plan import REWARD_MODEL, ROLLOUT, Plan, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.adapters import publishes_adapters
 from verl.workers.rollout.base import rollout_dtype
@@ -123,7 +125,7 @@ def _is_in_place(config: RunConfig) -> bool:
 class _PoolEstimate:
     config: RunConfig
     plan: Plan
-    pool: PlannedPool
+    pool: Pool
     counts: Mapping[str, ParameterCounts]
     device_bytes: int | None
 
@@ -169,7 +171,7 @@ class _PoolEstimate:
         return _phases(self.config, self.plan)
 
     def _of_engine(self, role: str, engine: EngineConfig, optimizer: str | None) -> list[Holding]:
-        """What a training engine holds; without an `optimizer`, of a model that is never trained."""
+        """Memory of a training engine; without an `optimizer`, of a model that is never trained."""
         ranks, counts, shards = self.pool.num_devices, self.counts[role], self._shards(engine)
         storage, compute, reduce = _bytes_of_types(engine, self.plan.machine.kind)
         storage = storage if optimizer else compute
@@ -199,7 +201,7 @@ class _PoolEstimate:
         return Holding(role, what, tuple(float(size(phase)) for phase in self.phases))
 
     def _of_rollout(self, beside: list[Holding]) -> tuple[list[Holding], float]:
-        """What the rollout holds, and the share of the device that it fills where the cache's size is not known."""
+        """Memory of the rollout, and the share of the device that it fills where the cache's size is not known."""
         rollout, replicas, counts = self.config.actor_rollout_ref.rollout, self.plan.rollout, self.counts["rollout"]
         dtype = rollout_dtype(rollout.dtype)
         compute = _bytes_of_types(self.config.actor_rollout_ref.actor.engine, self.plan.machine.kind)[1]

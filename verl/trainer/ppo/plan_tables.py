@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from verl.trainer.ppo.plan import Plan, PlannedPool, Replicas
+from verl.runtime.pools import Pool
+from verl.trainer.ppo.plan import Plan, Replicas
 from verl.trainer.ppo.plan_memory import PoolMemory
 from verl.trainer.preflight import gigabytes
 
@@ -17,7 +18,7 @@ def log_lines(plan: Plan, memory: Sequence[PoolMemory] = ()) -> list[str]:
     return [f"placement    {describe_pool(plan, pool)}{peaks.get(pool.name, '')}" for pool in plan.pools]
 
 
-def describe_pool(plan: Plan, pool: PlannedPool) -> str:
+def describe_pool(plan: Plan, pool: Pool) -> str:
     """`actor: 8 devices (cuda 0-7): actor, reference, rollout (4 replicas of 2)`."""
     nodes = f" of nodes {_range(pool.first_node, pool.nodes)}" if plan.num_nodes > 1 else ""
     where = f"{describe_devices(plan, pool)}{nodes}"
@@ -28,8 +29,8 @@ def describe_pool(plan: Plan, pool: PlannedPool) -> str:
     return f"{pool.name}: {_number(pool.num_devices, of)} ({where}): {roles}"
 
 
-def describe_devices(plan: Plan, pool: PlannedPool) -> str:
-    """Those of the pool on each of its machines; where ranks have parts of devices, how many and how large."""
+def describe_devices(plan: Plan, pool: Pool) -> str:
+    """The pool's devices on each of its machines; where ranks have parts of devices, how many and how large."""
     if plan.devices_per_rank < 1:
         return f"{pool.per_node} x {plan.devices_per_rank:g} {plan.machine.kind}"
     return f"{plan.machine.kind} {_range(pool.first_device, pool.per_node)}"
@@ -73,15 +74,15 @@ def devices_table(plan: Plan) -> str:
     return columns(rows, numbers=False)
 
 
-def describe_cell(plan: Plan, pool: PlannedPool, role: str, node: int) -> str:
-    """What of `role` is on the pool's machine number `node`."""
+def describe_cell(plan: Plan, pool: Pool, role: str, node: int) -> str:
+    """The part of `role` on the pool's machine number `node`."""
     replicas = next((r for r in plan.replicas if r.role == role), None)
     if replicas is None:
         return f"rank{'s' * (pool.per_node > 1)} {_range(node * pool.per_node, pool.per_node)}"
     return _replicas_cell(replicas, pool, node)
 
 
-def _replicas_cell(replicas: Replicas, pool: PlannedPool, node: int) -> str:
+def _replicas_cell(replicas: Replicas, pool: Pool, node: int) -> str:
     if not replicas.on_devices:
         return f"{_number(replicas.count, 'replica')} in processes of their own" if node == 0 else ""
     if replicas.size > pool.per_node:

@@ -12,8 +12,8 @@ from verl.agent.agent_runner import AgentRunner
 from verl.agent.tool_agent import TOOL_AGENT
 from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
+from verl.algorithms.old_logprobs import keeps_published_weights
 from verl.config import RunConfig
-from verl.config.asynchronous import keeps_published_weights
 from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
@@ -29,14 +29,17 @@ from verl.runtime.pools import describe_pools
 from verl.trainer.early_checks import early_mistakes, files_read
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.trainer.ppo.distillation_setup import assign_teachers, check_distillation_loss, check_teachers
+from verl.trainer.ppo.facts import RunFacts
 from verl.trainer.ppo.needs import (
     check_columns_are_filled,
     check_importance_weights_are_used,
+    check_rollout_logprobs,
     forced_aggregation_notice,
     forced_loss_notice,
 )
-from verl.trainer.ppo.parking_setup import check_parking, parks
-from verl.trainer.ppo.placement import place_roles, plan_run
+from verl.trainer.ppo.parking_setup import NO, check_parking, parks
+from verl.trainer.ppo.placement import plan_run, pools_of
+from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
 from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
 from verl.trainer.preflight import (
@@ -47,6 +50,7 @@ from verl.trainer.preflight import (
     find_device,
     find_files,
     find_tokenizer,
+    warn_of_narrow_parameters,
 )
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import import_external
@@ -63,6 +67,7 @@ LENGTH_KEYS = "data.max_prompt_length + data.max_response_length"
 class Preparation:
     """The driver's side of a run without its ranks: tokenizer, rows, reward. The rows are read once, here."""
 
+    facts: RunFacts
     agent_runner: AgentRunner
     prompts: PromptDataset
     validation: PromptDataset | None
@@ -85,12 +90,14 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     arr, data = config.actor_rollout_ref, config.data
     found.check("features", lambda: check_can_start(config), "every configured feature is supported")
     found.missing(early_mistakes(config))
-    _check_machine(config, found)
+    plan = _check_machine(config, found)
     seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
         check_engine_and_algorithm(config, found)
-    if found.check("rollout", lambda: check_rollout_engine_can_train(arr), arr.rollout.name) and not found.errors:
-        found.check("unfinished answers", lambda: check_parking(config), "kept" if parks(config) else "none")
+    found.check("rollout", lambda: check_rollout_engine_can_train(arr), arr.rollout.name)
+    if plan is not None and not found.errors:
+        parked = "none" if parks(config) == NO else "kept"
+        found.check("unfinished answers", lambda: check_parking(config, plan), parked)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
     files = _files_there(config, found)
@@ -106,10 +113,11 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
         check_teachers(config, tokenizer, found)
         if prompts is not None:
             teacher_of_row = found.run("rows of teachers", lambda: assign_teachers(config, prompts), _teachers_text)
-    _check_disk_room(config, found)
-    if found.errors or reward is None or prompts is None:
+    _check_trained_models(config, found)
+    if found.errors or plan is None or reward is None or prompts is None:
         return None
-    return Preparation(runner, prompts, validation, reward, model_reward, *judge, teacher_of_row)
+    facts = RunFacts.of(config, plan)
+    return Preparation(facts, runner, prompts, validation, reward, model_reward, *judge, teacher_of_row)
 
 
 def _find_reward(
@@ -133,15 +141,17 @@ def _find_reward(
     return model, (port, keywords), reward
 
 
-def _check_machine(config: RunConfig, found: Findings) -> None:
-    """Devices, trackers, and the folders of dumps, which are made."""
-    settings = config.trainer
+def _check_machine(config: RunConfig, found: Findings) -> Plan | None:
+    """The plan of the devices, if there is one; trackers, and the folders of dumps, which are made."""
+    settings, plan = config.trainer, None
     found.check("processes", _check_started_once, "one process, which starts its ranks")
     if find_device(settings.device, found) is not None:
-        pools = found.run("trainer.n_gpus_per_node", lambda: place_roles(config), describe_pools)
-        for note in plan_run(config).notes if pools else ():
+        plan = found.run("trainer.n_gpus_per_node", lambda: plan_run(config), lambda p: describe_pools(pools_of(p)))
+    if plan is not None:
+        for note in plan.notes:
             found.warn("placement", note)
-        if pools and found.check("profiler", lambda: check_profiling(config, pools)):
+        pools = pools_of(plan)
+        if found.check("profiler", lambda: check_profiling(config, plan)):
             for warning in idle_profilers(config, pools):
                 found.warn("profiler", warning)
     for name, folder in (("rollout", settings.rollout_data_dir), ("validation", settings.validation_data_dir)):
@@ -151,6 +161,7 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
     check_logging(settings, found)
     backend = config.actor_rollout_ref.rollout.trace.backend
     found.check("rollout.trace", lambda: check_trace_backend(backend), backend or "off")
+    return plan
 
 
 def _writable(folder: str, key: str) -> Callable[[], Any]:
@@ -179,6 +190,7 @@ def check_engine_and_algorithm(config: RunConfig, found: Findings) -> None:
     if found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss):
         found.check("columns", lambda: check_columns_are_filled(config))
         found.check("importance weights", lambda: check_importance_weights_are_used(config))
+        found.check("rollout log-probs", lambda: check_rollout_logprobs(config))
         if notice := forced_loss_notice(config):
             found.warn("rollout correction", notice)
         if notice := forced_aggregation_notice(config):
@@ -230,7 +242,7 @@ def _check_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset, 
     is_needed = scores_here and reward.reward_manager.name in ("naive", "gdpo", "dapo") and reward.on_error == "stop"
     for source, location in rows.data_sources.items():
         try:
-            find_scorer(source)
+            find_scorer(source, reward.scorer)
         except (NoScorerError, ConfigError) as error:
             text = f"{location}: {error}"
             if is_needed:
@@ -250,11 +262,12 @@ def _rows_text(rows: PromptDataset) -> str:
     return rows.summary.line()
 
 
-def _check_disk_room(config: RunConfig, found: Findings) -> None:
+def _check_trained_models(config: RunConfig, found: Findings) -> None:
     arr, settings = config.actor_rollout_ref, config.trainer
     trained = [TrainedModel(arr.model, arr.actor.engine, arr.actor.checkpoint)]
     if uses_critic(config):
         trained.append(TrainedModel(config.critic.model, config.critic.engine, config.critic.checkpoint))
+    warn_of_narrow_parameters(trained, found)
     if settings.save_freq is None or settings.save_freq > 0:
         check_disk_room(settings.default_local_dir, trained, settings.max_actor_ckpt_to_keep, found)
 

@@ -12,8 +12,8 @@ from verl.observe.profiling.rank_profiler import settings_of
 from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.profiling.tools import build_tool
 from verl.runtime.pools import Pool, WorkerPools
-from verl.trainer.ppo.placement import place_roles
-from verl.trainer.preflight import chosen_runtime
+from verl.trainer.ppo.placement import is_this_process, plan_run, pools_of
+from verl.trainer.ppo.plan import Plan
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.server_profiles import ProfiledServer
@@ -56,29 +56,25 @@ def step_profiler(config: RunConfig, pools: WorkerPools, note: Callable[[str], N
     return StepProfiler(steps, settings.profile_continuous_steps, pools.broadcast, note)
 
 
-def runs_in_driver(config: RunConfig, pool: Pool) -> bool:
-    """Whether the ranks of `pool` are the driver's own process."""
-    return chosen_runtime(config.trainer) in ("auto", "inline") and pool.num_ranks == 1 and "actor" in pool.roles
-
-
 def start_under_nsys(config: RunConfig) -> None:
     """Start the command that runs under nsys, if the driver's steps are to be recorded by it."""
-    start_driver_again(config, any(runs_in_driver(config, pool) for pool in place_roles(config)))
+    plan = plan_run(config)
+    start_driver_again(config, any(is_this_process(pool, plan.runtime) for pool in pools_of(plan)))
 
 
-def check_profiling(config: RunConfig, pools: tuple[Pool, ...]) -> None:
+def check_profiling(config: RunConfig, plan: Plan) -> None:
     """ConfigError for a profiler that cannot run here, or for a rank that there is not."""
-    for pool in pools:
+    for pool in pools_of(plan):
         role, found = settings_of(config, pool.roles) or ("", None)
         if found is None:
             continue
-        beyond = [rank for rank in found.ranks if not 0 <= rank < pool.num_ranks]
+        beyond = [rank for rank in found.ranks if not 0 <= rank < pool.num_devices]
         if beyond:
-            there_are = f"there are ranks 0 to {pool.num_ranks - 1}"
+            there_are = f"there are ranks 0 to {pool.num_devices - 1}"
             raise ConfigError(f"profiler.ranks of {role} has {beyond[0]}, but {there_are}")
         build_tool(str(found.tool), found.tool_config, None)
         if found.tool == "nsys" and config.global_profiler.steps:
-            check_nsys(is_rank=runs_in_driver(config, pool))
+            check_nsys(is_rank=is_this_process(pool, plan.runtime))
 
 
 def idle_profilers(config: RunConfig, pools: tuple[Pool, ...]) -> list[str]:

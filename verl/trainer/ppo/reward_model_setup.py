@@ -15,7 +15,6 @@ from verl.rewards.reward_setup import build_reward
 from verl.rewards.servers_on_nodes import Factory, start_servers_on_nodes
 from verl.runtime.group import ObjectOnNode
 from verl.runtime.pools import WorkerPools
-from verl.trainer.ppo.placement import plan_run
 from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.preparation import Preparation
 from verl.trainer.ppo.trajectory_source import RewardModelServing
@@ -68,7 +67,7 @@ def start_reward_model(
 
 
 def _start_servers(config: RunConfig, prepared: Preparation, pools: WorkerPools, started: ExitStack) -> RewardServers:
-    plan, sleeps = plan_run(config), takes_turns(config.reward, get_platform().device_name != "cpu")
+    plan, sleeps = prepared.facts.placement, takes_turns(config.reward, get_platform().device_name != "cpu")
     assert plan.reward_servers is not None
     places = plan.places(plan.reward_servers)
     if plan.runtime != "ray":

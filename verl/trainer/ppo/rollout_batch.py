@@ -1,4 +1,4 @@
-"""What a step trains on: scored trajectories with their prompts, and how far they are while they are collected."""
+"""The batch of a step: scored trajectories with their prompts, and their progress while they are collected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,27 +1,27 @@
 """Builds the rollout engine, its sampling parameters and its weight sync."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.checkpoint_engine.endpoint import TransportSettings
-from verl.config import ActorRolloutRefConfig, RolloutConfig, RunConfig
+from verl.config import ActorRolloutRefConfig, HFModelConfig, RolloutConfig, RunConfig
 from verl.config.rollout import ServerConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
-from verl.models.load import load_causal_lm, load_config, model_folder
+from verl.models.folder_checks import end_tokens
+from verl.models.load import build_config, changed_config, load_causal_lm, model_folder
 from verl.models.lora import add_adapters
 from verl.models.merged_folder import merged_folder
 from verl.plugin.platform import get_platform
 from verl.runtime.group import WorkerGroup
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
-from verl.trainer.ppo.placement import plan_run
 from verl.trainer.ppo.plan import ROLLOUT, Plan, replicas_without_devices, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
@@ -33,7 +33,7 @@ from verl.workers.actor import Actor
 from verl.workers.rollout.adapters import adapter_arguments, publishes_adapters
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
 from verl.workers.rollout.handshake import new_secret
-from verl.workers.rollout.native_engine import eos_ids, in_place_inputs
+from verl.workers.rollout.native_engine import in_place_inputs
 from verl.workers.rollout.registry import (
     EngineInputs,
     Weights,
@@ -46,7 +46,9 @@ from verl.workers.rollout.server_process import DriversSettings, ServerOnNode, s
 logger = logging.getLogger(__name__)
 
 
-def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+def build_rollout_engine(
+    config: RunConfig, plan: Plan, actor: Actor, tokenizer: PreTrainedTokenizerBase
+) -> RolloutEngine:
     """The rollout engine of `rollout.name`, which takes the actor's weights; one that only generates is refused."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     registered = rollout_engine_of(config.actor_rollout_ref)
@@ -54,9 +56,9 @@ def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedT
         raise ConfigError(why_not_trained(rollout.name))
     if registered.weights is Weights.IN_PLACE:
         return registered.build(in_place_inputs(rollout, actor.model, tokenizer, get_platform().device_name))
-    plan, beside_ranks = plan_run(config), actor.group.local_worker is None
+    beside_ranks = actor.group.local_worker is None
     sized = replace(rollout_of_run(config), data_parallel_size=plan.rollout.data)  # inside a replica
-    inputs = copied_inputs(sized, model.path or "", tokenizer, plan.rollout.count)
+    inputs = copied_inputs(sized, model, tokenizer, plan.rollout.count)
     if plan.runtime != "ray":  # where ranks may have other devices
         devices = plan.rollout_devices
         inputs = replace(inputs, devices=devices if beside_ranks or devices != ((0,),) else ())  # this process's own
@@ -107,20 +109,24 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
     if registered.weights is Weights.IN_PLACE:
         dtype = rollout_dtype(rollout.dtype) or torch.float32
         device = get_platform().device_name
-        model = load_causal_lm(settings.path or "", dtype=dtype)
+        changed, init_random = build_config(settings)
+        model = load_causal_lm(settings.path or "", dtype, changed, init_random)
         if settings.lora_adapter_path is not None:
             add_adapters(model, settings, seed=0)
         model.to(torch.device(device))  # type: ignore[arg-type]
         return registered.build(in_place_inputs(rollout, model, tokenizer, device))
     joins_server = registered.joins_server and rollout.server.url is not None
-    if settings.lora_adapter_path is not None and (joins_server or registered.weights is Weights.REMOTE):
-        raise ConfigError(
-            f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path} has no effect on a server that "
-            f"runs already ({ROLLOUT}.server.url), and it would answer without them; start it with the merged model"
-        )
+    for key in ("lora_adapter_path", "override_config") if joins_server or registered.weights is Weights.REMOTE else ():
+        if settings[key]:
+            raise ConfigError(
+                f"actor_rollout_ref.model.{key}={settings[key]} has no effect on a server that runs already "
+                f"({ROLLOUT}.server.url), which would answer without it; start it with the merged model, or with a "
+                "config.json that has the values, and leave this out"
+            )
     if registered.weights is Weights.REMOTE:
         return registered.build(EngineInputs(rollout, tokenizer))
-    path = settings.path or "" if settings.lora_adapter_path is None else str(merged_folder(settings))
+    if settings.lora_adapter_path is not None:
+        settings = replace(settings, path=str(merged_folder(settings)))
     loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
     notes: list[str] = []
     replicas = replicas_without_devices(rollout, notes)
@@ -128,7 +134,7 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
         logger.warning(note)
     loaded = replace(loaded, data_parallel_size=1)  # `replicas` has it
     devices = () if joins_server or replicas == 1 else _devices_of_replicas(replicas, rollout)
-    return registered.build(replace(copied_inputs(loaded, path, tokenizer, replicas), devices=devices))
+    return registered.build(replace(copied_inputs(loaded, settings, tokenizer, replicas), devices=devices))
 
 
 def _devices_of_replicas(count: int, rollout: RolloutConfig) -> tuple[tuple[int, ...], ...]:
@@ -146,11 +152,34 @@ def _devices_of_replicas(count: int, rollout: RolloutConfig) -> tuple[tuple[int,
 
 
 def copied_inputs(
-    rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase, num_replicas: int = 1
+    rollout: RolloutConfig, model: HFModelConfig, tokenizer: PreTrainedTokenizerBase, num_replicas: int = 1
 ) -> EngineInputs:
-    """What `num_replicas` engines with a copy each of the model in folder `path` are built from."""
-    eos = eos_ids(SimpleNamespace(config=load_config(path)), tokenizer)  # type: ignore[arg-type]
-    return EngineInputs(rollout, tokenizer, eos, model_path=str(model_folder(path)), num_replicas=num_replicas)
+    """The inputs of `num_replicas` engines with a copy each of the model."""
+    folder = model_folder(model.path)
+    eos = tuple(end_tokens(build_config(model)[0], folder, tokenizer))
+    rollout = with_model_overrides(rollout, overrides := changed_config(model))
+    return EngineInputs(
+        rollout, tokenizer, eos, model_path=str(folder), num_replicas=num_replicas, config_overrides=overrides
+    )
+
+
+def with_model_overrides(rollout: RolloutConfig, overrides: dict[str, Any]) -> RolloutConfig:
+    """`rollout`, whose engine reads config.json and gets the values that replace those of it; what `engine_kwargs` says
+    of them goes first. A server that runs already has to be told by whoever starts it."""
+    if not overrides:
+        return rollout
+    own, argument = rollout.engine_kwargs, "json_model_override_args"
+    sglang = json.dumps(overrides | json.loads(own.sglang.get(argument, "{}")))
+    if rollout.name == "sglang" and rollout.server.url is not None:
+        logger.warning(
+            "the server at %s (%s.server.url) has to be started with --json-model-override-args '%s', the values of "
+            "actor_rollout_ref.model.override_config", rollout.server.url, ROLLOUT, sglang,
+        )  # fmt: skip
+    vllm, native = (
+        {**given, "hf_overrides": overrides | given.get("hf_overrides", {})} for given in (own.vllm, own.native)
+    )
+    kwargs = replace(own, vllm=vllm, native=native, sglang={**own.sglang, argument: sglang})
+    return replace(rollout, engine_kwargs=kwargs)
 
 
 def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
@@ -167,7 +196,7 @@ def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
     adapter_arguments(arr)
 
 
-def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
+def build_weight_sync(config: RunConfig, plan: Plan, actor: Actor, engine: RolloutEngine) -> WeightSync:
     """In-place sync for an engine that samples from the actor's module, copy sync with a receipt for every other."""
     rollout = config.actor_rollout_ref.rollout
     registered = rollout_engine_of(config.actor_rollout_ref)
@@ -183,7 +212,8 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
                 "servers of their own (rollout.num_replicas, rollout.server.python)"
             )
     else:
-        weight_transfer = WeightTransfer(_reaching(transport_settings(rollout), config, actor), actor.group, engine)
+        reaching = _reaching(transport_settings(rollout), config, plan, actor)
+        weight_transfer = WeightTransfer(reaching, actor.group, engine)
     dtype = engine.dtype or torch.float32
 
     async def trainer_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -193,7 +223,7 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
         return actor_logprobs(actor, sequences, dtype)
 
     max_length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
+    vocab_size = build_config(config.actor_rollout_ref.model)[0].get_text_config().vocab_size
     sequences = probe_sequences(vocab_size, min(24, max_length - 1))
     probe = LogprobProbe(sequences, trainer_logprobs, cast_logprobs if actor.can_cast else None, dtype)
     if registered.is_apart:  # the trainer's own decoder, whose every tensor is read back
@@ -213,9 +243,8 @@ def transport_settings(rollout: RolloutConfig) -> TransportSettings:
     )
 
 
-def _reaching(settings: TransportSettings, config: RunConfig, actor: Actor) -> TransportSettings:
+def _reaching(settings: TransportSettings, config: RunConfig, plan: Plan, actor: Actor) -> TransportSettings:
     """`settings` for several machines: replicas on machines without ranks get a broadcast, from rank 0's address."""
-    plan = plan_run(config)
     if plan.runtime != "ray" or plan.num_nodes == 1:
         return settings
     with_ranks = range(config.trainer.nnodes)

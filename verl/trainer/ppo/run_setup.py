@@ -1,16 +1,18 @@
 """Builds a run from its configuration: engines, data, reward and weight sync."""
 
+import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import RunConfig
-from verl.config.asynchronous import SEPARATE, is_asynchronous, staleness
+from verl.config.asynchronous import SEPARATE, SYNC
 from verl.config.check import replaces_groups, uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
+from verl.models.fastest import keep_choices_in
+from verl.models.load import describe_ends, limit_threads
 from verl.observe.events import EVENTS_FILE, EventLog
 from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
@@ -20,11 +22,12 @@ from verl.runtime.pools import WorkerPools
 from verl.trainer.ppo.admission import AdmissionRules
 from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.efficiency import planned_memory_metrics
+from verl.trainer.ppo.facts import RunFacts
 from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.monitoring import export_metrics
-from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.parking_setup import with_parking
-from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
+from verl.trainer.ppo.placement import announce_plan, start_pools
+from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.profiled_steps import ReplicaProfiles
 from verl.trainer.ppo.reward_model_setup import start_reward_model
@@ -36,11 +39,10 @@ from verl.trainer.ppo.rollout_setup import (
     validation_sampling,
 )
 from verl.trainer.ppo.traces import record_traces
-from verl.trainer.ppo.trainer import PPOTrainer
+from verl.trainer.ppo.trainer import Models, PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
 from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource, TrajectorySource
 from verl.trainer.preflight import Findings
-from verl.utils.errors import VerlError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
@@ -54,12 +56,9 @@ from verl.workers.teacher import Teachers
 logger = logging.getLogger(__name__)
 
 
-def build_run(config: RunConfig, progress: Progress | None = None, said: Sequence[VerlError] = ()) -> TrainingRun:
-    """The run, loaded and connected. Mistakes in the configuration raise ConfigError here, before any step.
-
-    It leaves out those that were `said` before.
-    """
-    progress, found = progress or Progress.silent(), Findings(said=said)
+def build_run(config: RunConfig, progress: Progress | None = None) -> TrainingRun:
+    """The run, loaded and connected. Mistakes in the configuration raise ConfigError here, before any step."""
+    progress, found = progress or Progress.silent(), Findings()
     progress.stage("reading and filtering prompts")
     prepared = prepare_run(config, found)
     found.refuse()
@@ -69,10 +68,12 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
     together = 1 if replaces_groups(config) else config.data.gen_batch_size or config.data.train_batch_size
     warn_about_unused_rows(len(rows), together, config.data.shuffle)
     total_steps = count_steps(config, prompts)
+    keep_choices_in(Path(config.trainer.default_local_dir))
+    limit_threads()  # the driver's, which computes also where its models are in other processes
     progress.stage("loading the model")
-    plan = plan_run(config)
-    planned = planned_memory_metrics(plan, announce_plan(config))
-    pools, started = start_pools(config, total_steps, place_roles(config)), ExitStack()
+    plan = prepared.facts.placement
+    planned = planned_memory_metrics(plan, announce_plan(config, plan))
+    pools, started = start_pools(config, total_steps, plan), ExitStack()
     started.callback(pools.close)
     try:
         run = assemble_run(config, pools, prepared, prompts, total_steps, started)
@@ -95,16 +96,17 @@ def assemble_run(
     started: ExitStack,
 ) -> TrainingRun:
     """The driver's side of a run, on ranks that have started; `started` closes, the newest first, what starts here."""
-    tokenizer = prepared.tokenizer
+    tokenizer, facts = prepared.tokenizer, prepared.facts
     actor = Actor(config, pools.for_role("actor"))
     # On devices where the rollout is not yet:
     servers = started.enter_context(ExitStack())
     reward_model, reward_of_run = start_reward_model(config, prepared, pools, servers)
-    engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
+    group = pools.group_of("actor")
+    engine, weight_sync = build_engine_and_weight_sync(config, facts.placement, group, actor, tokenizer, started)
     free_cache = rollout_of_run(config).free_cache_engine
     canary = canary_of(config.reward, reward_of_run)
     reward = canary or reward_of_run
-    answering = with_parking(config, engine)
+    answering = with_parking(facts.parks, engine)
     collector = RolloutCollector(answering, reward, tokenizer, prepared.agent_runner, free_cache, reward_model)
     reference, critic = None, None
     if uses_reference(config):
@@ -112,21 +114,12 @@ def assemble_run(
     if uses_critic(config):
         critic = Critic(config, pools.for_role("critic"))
     teachers = Teachers(config, pools, prepared.teacher_of_row) if config.distillation.enabled else None
-    trainer = PPOTrainer(
-        config,
-        build_source(config, prompts, collector),
-        actor,
-        weight_sync,
-        pools,
-        reference,
-        critic,
-        teachers,
-    )
-    trainer.canary, trainer.reward_servers = canary, servers
+    source = build_source(config, facts, prompts, collector)
+    trainer = PPOTrainer(config, facts, source, Models(actor, reference, critic, teachers), weight_sync, pools)
+    trainer.reward, trainer.canary, trainer.reward_servers = reward_of_run, canary, servers
     started.callback(trainer.loop.close)
-    if isinstance(trainer.source, AsyncSource) and trainer.source.goes_on and not config.trainer.val_only:
-        trainer.beside = trainer.source
-        trainer.loop.start(trainer.source.keep_going())
+    if trainer.source.goes_on:
+        trainer.loop.start(asyncio.Event().wait())  # so that it runs beside the training
     tracking = build_tracking(config)
     started.callback(tracking.finish, 1)
     run = TrainingRun(config, trainer, build_validation(config, prepared, collector), total_steps, tracking)
@@ -134,29 +127,31 @@ def assemble_run(
     run.traces = prepared.agent_runner.traces = collector.traces = record_traces(config, tokenizer, run.note)
     run.profiler.servers = ReplicaProfiles(engine, config.actor_rollout_ref.rollout.profiler, trainer.wait_for)
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
+    run.answer_ends = describe_ends(config.actor_rollout_ref.model, tokenizer)
     dispatchers = [role.dispatcher for role in (actor, reference, critic) if role is not None]
     for dispatcher in (*dispatchers, *(teachers.dispatchers if teachers else ())):
         dispatcher.on_sequences = run.count_sequences
     return run
 
 
-def build_source(config: RunConfig, prompts: PromptSampler, collector: RolloutCollector) -> TrajectorySource:
+def build_source(
+    config: RunConfig, facts: RunFacts, prompts: PromptSampler, collector: RolloutCollector
+) -> TrajectorySource:
     """The source of `trainer.v1.trainer_mode`. Without staleness all do the same: the synchronous one is taken where
     it alone replaces groups, lets a reward model take turns with the rollout on its devices, or waits for devices of
     the rollout's own."""
     sampling, rules = training_sampling(config.actor_rollout_ref.rollout), GroupRules.of(config)
-    mean_age = staleness(config) if is_asynchronous(config) else 0.0
-    splits = config.trainer.v1.trainer_mode == SEPARATE
+    splits = facts.mode == SEPARATE
     takes_turns = collector.reward_model is not None and collector.reward_model.shares_devices
-    if not is_asynchronous(config) or (mean_age == 0 and (rules.replace_groups or takes_turns or splits)):
-        return SyncSource(prompts, collector, sampling, needs_baselines(config), rules)
+    if facts.mode == SYNC or (facts.staleness == 0 and (rules.replace_groups or takes_turns or splits)):
+        return SyncSource(prompts, collector, sampling, facts.baselines, rules)
     settings = config.trainer.v1.sampler
-    admission = AdmissionRules(
-        config.data.train_batch_size, mean_age, settings.max_off_policy_threshold, settings.max_off_policy_strategy
-    )
+    largest, strategy = settings.max_off_policy_threshold, settings.max_off_policy_strategy
+    admission = AdmissionRules(config.data.train_batch_size, facts.staleness, largest, strategy)
     collector.goes_on = splits
     events = EventLog(Path(config.trainer.default_local_dir) / EVENTS_FILE)
-    return AsyncSource(prompts, collector, sampling, admission, rules, events, needs_baselines(config), splits)
+    goes_on = splits and not config.trainer.val_only
+    return AsyncSource(prompts, collector, sampling, admission, rules, events, facts, goes_on)
 
 
 def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
@@ -167,17 +162,24 @@ def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
 
 
 def build_engine_and_weight_sync(
-    config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase, started: ExitStack
+    config: RunConfig,
+    plan: Plan,
+    group: WorkerGroup,
+    actor: Actor,
+    tokenizer: PreTrainedTokenizerBase,
+    started: ExitStack,
 ) -> tuple[RolloutEngine, WeightSync]:
-    """The rollout engine, which `started` closes, and its weight sync; in place on several ranks, one per rank."""
-    arr = config.actor_rollout_ref
-    registered = rollout_engine_of(arr)
+    """The rollout engine, which `started` closes, and its weight sync; in place on several ranks, one per rank.
+
+    `group`: the whole workers of the actor's ranks, which hold the rollouts.
+    """
+    registered = rollout_engine_of(config.actor_rollout_ref)
     if group.local_worker is None and registered.weights is Weights.IN_PLACE:
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)
-    engine = build_rollout_engine(config, actor, tokenizer)
+    engine = build_rollout_engine(config, plan, actor, tokenizer)
     started.callback(engine.close)
-    return engine, build_weight_sync(config, actor, engine)
+    return engine, build_weight_sync(config, plan, actor, engine)
 
 
 def build_validation(config: RunConfig, prepared: Preparation, collector: RolloutCollector) -> Validation | None:

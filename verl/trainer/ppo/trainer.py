@@ -4,16 +4,14 @@ Synchronous and asynchronous training use the same step with different sources. 
 training_run.py.
 """
 
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.kl import apply_kl_in_reward, get_kl_controller
@@ -21,15 +19,15 @@ from verl.algorithms.losses import aggregation_mode
 from verl.algorithms.policy_filtration import resample_by_score
 from verl.algorithms.rollout_correction import correct
 from verl.config import RunConfig
-from verl.config.asynchronous import is_asynchronous, records_old_logprobs, scores_before_leaving
 from verl.config.check import trained_actor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.random_streams import sequence_draws
 from verl.data.reward_parts import with_reward_columns
 from verl.observe.timers import StageTimer
+from verl.rewards.base import Reward
 from verl.rewards.canary import Canary
-from verl.rewards.scoring_process import end_scoring_processes
+from verl.rewards.scoring_pool import end_scoring_processes
 from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.pools import WorkerPools
 from verl.trainer.batch_metrics import (
@@ -37,20 +35,16 @@ from verl.trainer.batch_metrics import (
     data_metrics,
     entropy_metrics,
     mean_max_min,
-    mismatch_metrics,
-    off_policy_metrics,
     reward_part_metrics,
-    staleness_metrics,
     turn_metrics,
     variance_proxy_metrics,
 )
-from verl.trainer.ppo.async_source import AsyncSource
-from verl.trainer.ppo.needs import num_parts
-from verl.trainer.ppo.older_logprobs import VersionScoring, with_known_old_logprobs
+from verl.trainer.ppo.facts import RunFacts
+from verl.trainer.ppo.old_logprobs import old_logprobs
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
-from verl.workers.actor import Actor, all_rejected_message, outputs_asked_for, update_gives_old_logprobs
+from verl.workers.actor import Actor, all_rejected_message
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 from verl.workers.teacher import Teachers
@@ -98,46 +92,51 @@ def joined(parts: Sequence[TrainedPart]) -> TrainedPart:
     )
 
 
+class Models(NamedTuple):
+    """The models of a step."""
+
+    actor: Actor
+    reference: Reference | None = None
+    critic: Critic | None = None
+    teachers: Teachers | None = None
+
+
 class PPOTrainer:
     """Trains `actor` (and `critic`) on what `source` collects. `version` counts published weights."""
 
     def __init__(
         self,
         config: RunConfig,
+        facts: RunFacts,
         source: TrajectorySource,
-        actor: Actor,
+        models: Models,
         weight_sync: WeightSync,
         pools: WorkerPools,
-        reference: Reference | None = None,
-        critic: Critic | None = None,
-        teachers: Teachers | None = None,
     ):
-        self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
+        self.config, self.source, self.weight_sync = config, source, weight_sync
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.reference, self.critic, self.teachers = reference, critic, teachers
+        self.actor, self.reference, self.critic, self.teachers = models
         self.pools = pools  # closed with the trainer
+        self.reward: Reward | None = None
         self.canary: Canary | None = None  # of the reward
         self.reward_servers = ExitStack()  # what closes them, with the trainer
-        self.num_parts = num_parts(config)  # in which a step takes its trajectories
-        self.has_moved = False  # whether the policy was trained since it was published
-        self.beside: AsyncSource | None = None  # `source`, where its engine goes on while the policy is trained
+        self.num_parts = facts.num_parts  # in which a step takes its trajectories
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
         self.loop = DriverLoop("rollout")
-        self.scoring = VersionScoring(config, source, actor, self.loop)
+        self.old_logprobs = old_logprobs(facts.old_logprobs, config, self.actor, source, self.loop)
 
     def step(self, timer: StageTimer) -> StepRecord:
         """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
         parts = []
         for left in reversed(range(self.num_parts)):
             parts.append(self.train_on(self.collect(timer), timer, is_last=left == 0))
-            self.has_moved = left > 0
         part = joined(parts)
         self.global_step += 1
         with timer("update_weights"):
             receipt = self.publish()
-        self.scoring.after_publish(self.version - 1, part.metrics, timer)
+        self.old_logprobs.after_publish(part.metrics, timer)
         metrics = self.step_metrics(part) | receipt.metrics()
         return StepRecord(
             self.global_step, self.source.epoch, part.rollouts, part.batch, part.trained, metrics, receipt
@@ -149,7 +148,7 @@ class PPOTrainer:
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
             trained = self.resample(batch, metrics)
-        self.scoring.before_update(self.version, self.has_moved, metrics, timer)
+        self.old_logprobs.before_update(metrics, timer)
         batch, update_metrics = self.update(batch, trained, timer, is_last)
         metrics.merge(update_metrics)
         return TrainedPart(rollouts, batch, trained, metrics, self.actor.dispatcher.tokens_per_rank.copy())
@@ -171,12 +170,13 @@ class PPOTrainer:
         return rollouts
 
     def pack(self, rollouts: RolloutBatch) -> Batch:
-        """The answers that have a reward, with the columns of rewards that the advantage estimator asks for."""
+        """The answers that have a reward, with the columns of rewards that the advantage estimator asks for, and what
+        is known of old_logprobs where older weights sampled a token; NaN elsewhere."""
         algorithm = self.config.algorithm
         scored = [t for t in rollouts.trajectories if t.reward is not None]
-        batch = Batch.pack(scored)
-        if scores_before_leaving(self.config):
-            batch = with_known_old_logprobs(batch, scored, self.version)
+        batch, older = Batch.pack(scored), [t.older_logprobs for t in scored if t.older_logprobs is not None]
+        if older and not bool((old := torch.cat(older)).isnan().all()):
+            batch = batch.with_columns(old_logprobs=old)
         return with_reward_columns(batch, scored, get_advantage(algorithm.adv_estimator).columns_for(algorithm))
 
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
@@ -184,27 +184,7 @@ class PPOTrainer:
 
         The first two are left out where the update computes the same values.
         """
-        algorithm, more = self.config.algorithm, outputs_asked_for(self.config)
-        bypassed, resamples = algorithm.rollout_correction.bypass_mode, algorithm.use_pf_ppo
-        stale = None if bypassed else self.stale_sequences(batch)
-        kept = "old_logprobs" in batch  # those by older versions; NaN where by this one
-        if bypassed or stale is not None:
-            batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
-        if more or resamples or kept or not (bypassed or self.old_logprobs_are_redundant(batch)):
-            with timer("old_log_prob"), self.scoring.sampling_weights(self.has_moved):
-                outputs = self.actor.logprobs_and_entropy(batch, more)
-            batch = batch.with_columns(entropy=outputs["entropy"])
-            if stale is not None:
-                old = torch.where(stale[batch.sequence_ids()], batch["rollout_logprobs"], outputs["logprobs"])
-                batch = batch.with_columns(old_logprobs=old)
-            elif not bypassed:
-                old = outputs["logprobs"]
-                old = torch.where(batch["old_logprobs"].isnan(), old, batch["old_logprobs"]) if kept else old
-                batch = batch.with_columns(old_logprobs=old)
-            if resamples and (bypassed or kept or stale is not None):  # the update does not see every sequence
-                batch = batch.with_columns(current_logprobs=outputs["logprobs"])
-            if "sum_pi_squared" in outputs:
-                batch = batch.with_columns(sum_pi_squared=outputs["sum_pi_squared"])
+        batch = self.old_logprobs.fill(batch, self.global_step, self.version, timer)
         if self.reference is not None:
             with timer("ref"):
                 batch = batch.with_columns(ref_logprobs=self.reference.logprobs(batch))
@@ -262,7 +242,7 @@ class PPOTrainer:
                 update_metrics, outputs = self.actor.update(trained, self.global_step, is_last)
                 metrics.merge(update_metrics.with_prefix("actor/", unless="distillation/"))
                 metrics.merge(self.actor.correction_metrics)
-            for name, value in self.compare_policies(batch, outputs["logprobs"]).items():
+            for name, value in self.old_logprobs.compare(batch, outputs["logprobs"]).items():
                 metrics.mean(name, value, 1)
             if "old_logprobs" not in batch:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
@@ -277,49 +257,7 @@ class PPOTrainer:
     def publish(self) -> Receipt:
         """Makes the rollout engine sample from the trainer's weights as the next version."""
         self.version += 1
-        return self.wait_for(self._publish(self.version))
-
-    async def _publish(self, version: int) -> Receipt:
-        if self.beside is None:
-            return await self.weight_sync.publish(version)
-        engine, started = self.beside.collector.engine, time.perf_counter()
-        if engine.can_park:
-            await engine.park()  # it cannot get weights beside the sampling
-        receipt = await self.weight_sync.publish(version)
-        if engine.can_park:
-            receipt = replace(receipt, pause_s=time.perf_counter() - started)
-        await self.beside.published(version, receipt.pause_s)
-        return receipt
-
-    def old_logprobs_are_redundant(self, batch: Batch) -> bool:
-        """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.
-
-        Besides what `update_gives_old_logprobs` asks for: an actor update, no dropout, and answers that were sampled
-        by the published weights alone, or whose log-probs are those that the rollout has recorded.
-        """
-        warm = self.global_step >= self.config.trainer.critic_warmup
-        on_policy = "old_logprobs" in batch or bool((batch["policy_versions"] == self.version).all())
-        return update_gives_old_logprobs(self.config) and warm and on_policy and not self.actor.has_dropout
-
-    def stale_sequences(self, batch: Batch) -> Tensor | None:
-        """(N,) bool: the answers whose old log-probs are what the rollout has recorded, because older weights sampled a
-        token, or the trainer has trained since it published; None where there is none, or the trainer of that version
-        would not compute the same numbers."""
-        if not is_asynchronous(self.config) or not records_old_logprobs(self.config):
-            return None
-        stale = batch["policy_versions"][:, 0] < self.version + self.has_moved
-        return stale if bool(stale.any()) else None
-
-    def compare_policies(self, batch: Batch, updated: Tensor) -> dict[str, float]:
-        """Rollout against trainer, and version against version, where old log-probs are not all by the policy of now;
-        `updated` (T,) are the log-probs at the beginning of the update, unless they are a column already."""
-        current = batch["current_logprobs"] if "current_logprobs" in batch else updated  # noqa: SIM401  (no mapping)
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            return mismatch_metrics(batch, current)
-        version = self.version + self.has_moved
-        if scores_before_leaving(self.config):
-            return staleness_metrics(batch, current, version)
-        return {} if self.stale_sequences(batch) is None else off_policy_metrics(batch, current, version)
+        return self.wait_for(self.source.publish(self.weight_sync, self.version))
 
     def step_metrics(self, part: TrainedPart) -> dict[str, float]:
         """Every metric of the step except timings; VerlError where a loss is not finite."""
@@ -334,10 +272,7 @@ class PPOTrainer:
         out.update(balance_metrics(trained.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
         out.update(reward_part_metrics(rollouts.trajectories))
-        compared = "training/off_policy/staleness_kl" in out and not scores_before_leaving(config)
-        compared = compared or config.algorithm.rollout_correction.bypass_mode
-        if "old_logprobs" in batch and not compared and config.actor_rollout_ref.rollout.calculate_log_probs:
-            out.update(mismatch_metrics(batch, batch["old_logprobs"]))
+        out.update(self.old_logprobs.mismatch(batch, out))
         if "sum_pi_squared" in batch:
             out.update(variance_proxy_metrics(trained, out.get("actor/grad_norm")))
         out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()} | rollouts.metrics)
@@ -358,16 +293,16 @@ class PPOTrainer:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the engines' own checkpoints; JSON values only."""
+        """The state of a resumed run besides the engines' own checkpoints; JSON values only."""
         critic = self.critic.state_dict() if self.critic is not None else {}
-        source = self.source
         return {
             "global_step": self.global_step,
             "version": self.version,
-            "source": self.wait_for(source.saved()) if isinstance(source, AsyncSource) else source.state_dict(),
+            "source": self.wait_for(self.source.saved()),
             "kl_controller": self.kl_controller.state_dict(),
             **({"critic": critic} if critic else {}),
             **({"canary": self.canary.state_dict()} if self.canary else {}),
+            **({"reward_generators": self.wait_for(self.reward.exchange_generators(None))} if self.reward else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -380,6 +315,8 @@ class PPOTrainer:
             self.critic.load_state_dict(state.get("critic", {}))
         if self.canary is not None:
             self.canary.load_state_dict(state.get("canary", {}))
+        if self.reward is not None and state.get("reward_generators") is not None:
+            self.wait_for(self.reward.exchange_generators(state["reward_generators"]))
 
     def close(self) -> None:
         """End what still generates, then the rollout engine, the servers of a reward model and the ranks."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from verl.algorithms.losses import aggregation_mode
 from verl.config import RunConfig
-from verl.config.base import add_reads
-from verl.config.load import pop_unread_keys
+from verl.config.base import add_reads, record_own_reads
+from verl.config.own_keys import unread_own_keys
 from verl.config.run_name import same_command
 from verl.data.prompts import PromptDataset
-from verl.data.trajectory import FIRST_VALIDATION_GROUP, Trajectory
+from verl.data.trajectory import FIRST_VALIDATION_GROUP, Trajectory, conversations_of
 from verl.observe.ledger import Ledger, size_line
 from verl.observe.memory_metrics import memory_metrics
 from verl.observe.progress import Progress
@@ -25,16 +25,16 @@ from verl.observe.tracing.recorder import TraceRecorder
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.pools import describe_pools
-from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_lengths
+from verl.trainer.batch_metrics import prompt_and_response_lengths, whole_score
 from verl.trainer.capacity_block import CapacityBlock
 from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
-from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, published_memory_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.profiled_steps import step_profiler
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
+from verl.trainer.ppo.unread_keys import unread_before_steps, unread_by_a_step
 from verl.trainer.restarts import restart_line
 from verl.trainer.resume import find_resume
 from verl.trainer.run_files import LEDGER
@@ -65,14 +65,15 @@ class Validation:
 
 
 def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Metrics of all answers; those without a reward are counted as unscored, not scored as zero."""
+    """Metrics of all conversations; those without a reward are counted as unscored, not scored as zero."""
     answers = rollouts.trajectories
-    scored = [t for t in answers if t.reward is not None]
-    parts = set.intersection(*(set(numeric_parts(t)) for t in scored)) if scored else set()
-    infos: dict[str, list[Any]] = {"reward": [t.reward for t in answers]}
-    infos.update({n: [None if t.reward is None else numeric_parts(t)[n] for t in answers] for n in sorted(parts)})
-    sources = [t.data_source for t in answers]
-    out = process_validation_metrics(sources, [str(t.group_id) for t in answers], infos)
+    conversations = conversations_of(answers)
+    scores = [whole_score(outputs) for outputs in conversations]
+    named = [set(parts) for reward, parts in scores if reward is not None]
+    infos: dict[str, list[Any]] = {"reward": [reward for reward, _ in scores]}
+    infos |= {n: [parts.get(n) for _, parts in scores] for n in sorted(set.intersection(*named) if named else ())}
+    sources, uids = zip(*((outputs[0].data_source, str(outputs[0].group_id)) for outputs in conversations), strict=True)
+    out = process_validation_metrics(sources, uids, infos)
     turns = [t.num_turns for t in answers]
     out.update({"val-aux/num_turns/min": min(turns), "val-aux/num_turns/max": max(turns)})
     out["val-aux/num_turns/mean"] = sum(turns) / len(turns)
@@ -119,7 +120,7 @@ class TrainingRun:
         self.profiler.on_written = note_profile(self.root)
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
-        self.num_prompts = 0  # to train on; for header_lines
+        self.num_prompts, self.answer_ends = 0, ""  # to train on, and where answers end; for header_lines
         self.traces: TraceRecorder | None = None
         self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
         self.on_counts: Callable[[CollectCounts], None] = lambda counts: None  # of what is being collected
@@ -154,6 +155,7 @@ class TrainingRun:
             self.summary.add(self.trainer.global_step, first)
         if settings.val_only:
             return self.last_validation
+        self.report_unread_keys(unread_before_steps)
         self.progress.begin(self.total_steps, self.trainer.global_step)
         with Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
@@ -163,6 +165,7 @@ class TrainingRun:
             if self.stop_requested and self.trainer.first_step <= step != self.saved_step:
                 self.save()  # the signal came after the step had passed its own save
             self.checkpoints.finish_all()
+            self.report_unread_keys(unread_own_keys)
         if self.stop_requested and step < self.total_steps:
             folder, command = step_folder(self.root, step), same_command(self.config)
             raise interrupted(self.stop_requested, step, self.total_steps, folder, command)
@@ -186,8 +189,7 @@ class TrainingRun:
             if ends_soon or self.stop_requested or is_due(record.step, self.config.trainer.save_freq, last):
                 with timer("save_checkpoint"):
                     self.save()
-        if isinstance(self.trainer.source, AsyncSource):
-            self.trainer.source.note_stages(timer.spans)
+        self.trainer.source.note_stages(timer.spans)
         self.block.add_step(timer.seconds["step"] - timer.seconds.get("save_checkpoint", 0.0))
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
@@ -206,7 +208,8 @@ class TrainingRun:
         for line in self.health.look(metrics):
             self.note(f"health: step {record.step}: {line}")
         if record.step == self.trainer.first_step:
-            self.report_unread_keys()
+            self.report_unread_keys(unread_by_a_step)
+            record_own_reads()
 
     def note_advice(self, stats: dict[str, float]) -> None:
         """Print each tuning advice from the rollout engine's statistics once."""
@@ -219,8 +222,9 @@ class TrainingRun:
         """The ledger unless `trainer.ledger` is off; a readable dump when `trainer.rollout_data_dir` is set."""
         if self.ledger is not None:
             with timer("ledger"):
-                reasons = [t.stop_reason for t in scored_only(record.rollouts)]
-                path = self.ledger.append(record.step, record.batch, reasons)
+                scored = scored_only(record.rollouts)
+                errors = [[f"{name}: {why}" for name, why in t.tool_errors] for t in scored]
+                path = self.ledger.append(record.step, record.batch, [t.stop_reason for t in scored], errors)
             if record.step == self.trainer.first_step:
                 self.note(size_line(path.stat().st_size, self.total_steps, self.ledger.keep_steps))
         if self.config.trainer.rollout_data_dir:
@@ -260,17 +264,28 @@ class TrainingRun:
         self.progress.count(f"{done:,} of {of:,} sequences")
 
     def header_lines(self) -> list[str]:
-        """What is known once everything is loaded: devices, rows, steps."""
+        """Lines that are known once everything is loaded: devices, rows, steps."""
         data = self.config.data
-        held_out = f"{len(self.validation.prompts):,} held out" if self.validation else "no validation"
+        none = f"no validation ({'trainer.test_freq=N' if data.val_files else 'data.val_files is not set'})"
+        held_out = f"{len(self.validation.prompts):,} held out" if self.validation else none
         every = when_validated(self.config) if self.validation else ""
         return [
             f"device       {get_platform().device_name}, {describe_pools(self.trainer.pools.groups)}",
             f"rows         {self.num_prompts:,} prompts, {held_out}",
+            f"answers end  {self.answer_ends}",
             f"steps        {self.total_steps:,} of {data.train_batch_size} prompts x "
             f"{self.config.actor_rollout_ref.rollout.n} answers{every}",
+            *self.shared_prompts_line(),
             *restart_line(self.config, self.trainer.actor.group.local_worker is not None),
         ]
+
+    def shared_prompts_line(self) -> list[str]:
+        """Says whether a prompt of several answers is computed once."""
+        wanted = self.trainer.actor.dispatcher.share_prompts
+        if not wanted or self.config.actor_rollout_ref.rollout.n == 1:
+            return []
+        where = " where that is faster" if wanted == "auto" else ""
+        return [f"prompts      of a group are computed once{where}; */perf/computed_tokens of trained_tokens"]
 
     def save(self) -> None:
         """Save the roles and the trainer's state in global_step_N, or start to."""
@@ -309,11 +324,11 @@ class TrainingRun:
             if dumps:
                 remove_dumps_after(dumps, step)
 
-    def report_unread_keys(self) -> None:
-        """Name the keys that were set but that nothing has read in this mode, on any rank."""
+    def report_unread_keys(self, unread: Callable[[RunConfig], list[str]]) -> None:
+        """Name the keys that were set but that nothing reads in this mode, on any rank."""
         for reads in self.trainer.pools.broadcast("config_keys_read"):
             add_reads({(where, name) for where, name in reads})
-        for key in pop_unread_keys(self.config):
+        for key in unread(self.config):
             self.note(f"warning: {key} was set, but nothing reads it in this run")
 
 

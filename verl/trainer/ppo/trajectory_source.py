@@ -13,12 +13,14 @@ from verl.agent.agent_runner import AgentRunner
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
+from verl.observe.timers import StageSpan
 from verl.observe.tracing.recorder import TraceRecorder
 from verl.rewards.base import Reward, RewardInput, Score
-from verl.rewards.process_state import one_batch
 from verl.trainer.ppo.device_turns import SAMPLE, SCORE, DeviceTurns
 from verl.trainer.ppo.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
+from verl.trainer.ppo.prompt_engine import SampledSequence
 from verl.trainer.ppo.rollout_batch import CollectCounts, RolloutBatch
+from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
@@ -35,7 +37,7 @@ class RewardModelServing(Protocol):
     async def sleep(self) -> None: ...
 
     def metrics(self) -> dict[str, float]:
-        """What it has done since the last call."""
+        """Metrics of its work since the last call."""
         ...
 
 
@@ -125,9 +127,8 @@ class _Collection:
         self.stats_before = stats_before = await engine.stats()
         watcher = asyncio.create_task(self._watch_tokens(stats_before))
         try:
-            with one_batch():
-                async with asyncio.TaskGroup() as self.tasks:
-                    self._send(first)
+            async with asyncio.TaskGroup() as self.tasks:
+                self._send(first)
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
         finally:
@@ -267,16 +268,18 @@ def with_baseline(answers: Group, baseline: Score) -> Group:
     ]
 
 
-def first_failure(group: BaseExceptionGroup) -> BaseException:
+def first_failure(failure: BaseException) -> BaseException:
     """The exception that ended a group of tasks."""
-    failure: BaseException = group
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
     return failure
 
 
 class TrajectorySource(Protocol):
-    """Where the trainer's scored trajectories come from; all that the trainer asks of it."""
+    """Where the trainer's scored trajectories come from; all that the trainer asks of it. A source derives from it, and
+    leaves what has a body here as it is, if nothing is under way between two `take`s."""
+
+    goes_on: bool = False  # whether answers are sampled while the policy is trained
 
     @property
     def epoch(self) -> int:
@@ -284,6 +287,22 @@ class TrajectorySource(Protocol):
 
     async def take(self, num_prompts: int) -> RolloutBatch:
         """The trajectories of `num_prompts` prompts, to train on next."""
+
+    async def publish(self, weight_sync: WeightSync, version: int) -> Receipt:
+        """Publish `version`, and let what is under way go on by it."""
+        return await weight_sync.publish(version)
+
+    async def under_way(self) -> list[SampledSequence]:
+        """All that was sampled of the groups that no step has taken, complete or not."""
+        return []
+
+    def note_stages(self, spans: Sequence[StageSpan]) -> None:
+        """When each stage of a step began and how long it took; those that hold others included."""
+        return
+
+    async def saved(self) -> dict[str, Any]:
+        """`state_dict`, with what is under way as it is now."""
+        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values from which `load_state_dict` goes on with the same prompts."""
@@ -295,7 +314,7 @@ class TrajectorySource(Protocol):
         """Close the rollout engine."""
 
 
-class SyncSource:
+class SyncSource(TrajectorySource):
     """Takes prompts in data order and waits for all answers of a batch. Staleness is 0.
 
     With `rules`, it replaces groups that cannot be trained on (`GroupFilter`). Then the prompts are a stream that knows

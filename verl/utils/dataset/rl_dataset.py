@@ -1,5 +1,6 @@
 """`RLHFDataset`, the base class of data sets that `data.custom_cls` names, and `collate_fn`."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -63,16 +64,17 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[item])
         if self.prompt_key in row:
-            row["raw_prompt"] = self._build_messages(row)
+            has_key = len(inspect.signature(self._build_messages).parameters) > 1  # older derived classes take the row
+            row["raw_prompt"] = self._build_messages(row, *[self.prompt_key] * has_key)
         extra = row.get("extra_info") or {}
         row["index"], row["tools_kwargs"] = extra.get("index", 0), extra.get("tools_kwargs", {})
         row["interaction_kwargs"] = extra.get("interaction_kwargs", {})
         row["dummy_tensor"] = torch.tensor([0], dtype=torch.uint8)
         return row
 
-    def _build_messages(self, example: dict[str, Any]) -> list[Message]:
-        """The messages of a row; the run checks them and names the row."""
-        messages: list[Message] = example[self.prompt_key]
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[Message]:
+        """The messages of a row, in column `key` or else `prompt_key`; the run checks them and names the row."""
+        messages: list[Message] = example[key or self.prompt_key]
         return messages
 
     @classmethod

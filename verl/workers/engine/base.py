@@ -121,12 +121,16 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optim_step(self) -> Metrics:
-        """Run one optimiser step and clear the gradient: `grad_norm`, `lr`, `skipped` (1 if it was not finite)."""
+        """Run one optimiser step and clear the gradient: `grad_norm`, `lr`, `skipped` (1 if it was not finite).
+
+        `updates_lost`, of parameters narrower than float32: the share of sampled updates that rounding swallowed.
+        """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one training step; return the new learning rate."""
 
+    shares_prompts = False  # whether to compute a shared prompt once where a configuration leaves it open
     can_cast = False  # whether it has `computing_in`
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -37,12 +37,14 @@ from verl.workers.engine.manifest import (
     read_manifest,
     verify_files,
 )
+from verl.workers.engine.save_trial import ADAPTERS, files_beside_tensors, plan_of_export
 from verl.workers.engine.tensor_shards import (
     LocalShard,
     ShardIndex,
     ShardReader,
     index_from_json,
     index_to_json,
+    local_shard,
     merge_indices,
     tensors_to_save,
 )
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 PREFIX = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-ADAPTERS = "lora_adapter"
 
 WriteTask = Callable[[], dict[str, Any]]  # writes files; returns their entries for the manifest
 DigestCheck = Callable[[dict[str, str]], None]  # takes the digests of the files that all ranks have written
@@ -77,7 +78,9 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     if engine.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)  # without a manifest the folder is incomplete
-        export.export_config_and_tokenizer(engine.model, engine.model_config, folder / HUGGINGFACE)
+        for name, content in (engine.files_to_save or files_beside_tensors(engine)).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
     engine.rank_mesh.min_over_ranks(0, engine.device)  # barrier: the folder exists
     background = engine.checkpoint_config.async_save
     tasks: list[WriteTask] = []
@@ -162,7 +165,6 @@ def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
     def write() -> dict[str, Any]:
         if engine.rank > 0:
             return {}
-        lora.write_adapter_config(engine.model, folder)
         digest = write_tensors(folder / lora.ADAPTER_WEIGHTS, adapters)
         settings = {f"{ADAPTERS}/{path.name}": file_digest(path) for path in folder.iterdir()}
         return {"files": {**settings, f"{ADAPTERS}/{lora.ADAPTER_WEIGHTS}": digest}}
@@ -172,10 +174,8 @@ def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
 
 def _export_write_task(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[WriteTask, DigestCheck, Iterator[Any]]:
     """The write task of this rank's Hugging Face files, their check, and the layers: collectives unless copied."""
+    plan, shapes = plan_of_export(engine)
     buffers = persistent_buffers(engine)
-    plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.base_name(full))}
-    shapes = {**plain, **buffers}
-    plan = export.plan_export(engine.model, shapes, engine.rank, engine.world_size)
     reload = plan.wants_reload(engine.checkpoint_config.verify)
     logits = None
     if reload:
@@ -324,7 +324,7 @@ def _check_fits(local: dict[str, LocalShard], saved: ShardIndex, folder: Path) -
 
 
 def _check_optimizer(engine: "TorchEngine", index: ShardIndex, folder: Path) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in engine.weights.structure().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in engine.weights.named_parameters}
     for full_name, entry in index.items():
         name = full_name.rpartition("|")[0]
         if name not in shapes or (entry.shape and tuple(entry.shape) != shapes[name]):
@@ -351,7 +351,7 @@ def _restore_optimizer(engine: "TorchEngine", reader: ShardReader) -> None:
         name, _, key = full_name.rpartition("|")
         parameter = parameters[name]
         value = _empty_like(parameter, entry.torch_dtype) if entry.shape else torch.empty((), dtype=entry.torch_dtype)
-        reader.read_into(full_name, engine.weights.local_shard(name, value))
+        reader.read_into(full_name, local_shard(value, engine.rank))
         state.setdefault(index[id(parameter)], {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

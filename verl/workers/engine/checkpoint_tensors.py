@@ -21,14 +21,13 @@ def model_tensors(engine: "TorchEngine") -> dict[str, LocalShard]:
         if parameter.requires_grad or not adapters_only
     ]
     buffers = {} if adapters_only else persistent_buffers(engine)
-    parameters = {name: engine.weights.local_shard(name, parameter) for name, parameter in saved}
-    return {**parameters, **{name: local_shard(buffer, engine.rank) for name, buffer in buffers.items()}}
+    return {name: local_shard(tensor, engine.rank) for name, tensor in (*saved, *buffers.items())}
 
 
 def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
     """The model's persistent buffers; they are not sharded."""
     return {
-        engine.weights.unwrapped_name(f"{prefix}.{name}" if prefix else name): buffer
+        f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in engine.model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
@@ -40,7 +39,7 @@ def optimizer_tensors(engine: "TorchEngine") -> dict[str, LocalShard]:
     assert engine.optimizer is not None
     out: dict[str, LocalShard] = {}
     for name, parameter in engine.weights.named_parameters:
-        for key, value in engine.weights.optimizer_state(engine.optimizer, parameter).items():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            out[f"{name}|{key}"] = engine.weights.local_shard(name, tensor)
+            out[f"{name}|{key}"] = local_shard(tensor, engine.rank)
     return out

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config import FSDPEngineConfig
 from verl.models.device_moves import move_model
-from verl.utils.errors import ConfigError
+from verl.plugin.library_versions import forget_forward_pass
 from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 from verl.workers.engine.fsdp_units import sharding_units
 from verl.workers.engine.model_parameters import ModelParameters, T, Ts
@@ -109,12 +109,7 @@ class FSDP2Parameters(ModelParameters):
         self._oom_rescue.repeat_pass()
 
     def _forget_pass(self) -> None:
-        if not hasattr(self.model, "reset_iter_state"):
-            raise ConfigError(
-                f"a micro-batch ran out of memory, and FSDP2 of torch {torch.__version__} cannot go on after that; use "
-                f"torch 2.13 or later, strategy=fsdp, or smaller micro-batches"
-            )
-        self.model.reset_iter_state()
+        forget_forward_pass(self.model)
 
     def reshard(self) -> None:
         for module in self._modules:

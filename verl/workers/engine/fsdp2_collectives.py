@@ -1,8 +1,8 @@
 """FSDP2's collectives, counted for the out-of-memory rescue, and in shared memory where ranks can share some."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,15 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from verl.workers.engine.oom_rescue import UnitCollectives, copy_to_all_parts
 from verl.workers.engine.shared_memory_collectives import SharedMemoryCollectives
 
+T = TypeVar("T")
 
-class FSDP2Collectives(UnitCollectives):
-    """All-gathers and reduce-scatters of one unit. All-reduces between copies of the parameters are FSDP2's own."""
+
+class FSDP2Collectives:
+    """All-gathers and reduce-scatters of one unit: how many a pass has run, and how many its repetition leaves out.
+
+    All-reduces between copies of the parameters are FSDP2's own.
+    """
 
     def __init__(self, unit: Any, shared_memory: SharedMemoryCollectives | None, has_copies: bool):
-        super().__init__()
+        self._num_run = self._num_left_out = 0
         self.unit, self.shared_memory = unit, shared_memory
         self._parameter, self._all_reduced = _first_parameter(unit), False
         unit.set_custom_all_gather(_AllGather(self))
@@ -27,19 +31,37 @@ class FSDP2Collectives(UnitCollectives):
             unit.set_all_reduce_hook(self._record_all_reduce)  # called after each
 
     def start_pass(self) -> None:
-        super().start_pass()
+        """Count from zero; parameters that are gathered already are as good as one all-gather."""
+        self._num_run, self._num_left_out = int(self.is_gathered()), 0
         self._all_reduced = False
 
+    def repeat_pass(self) -> None:
+        """Leave out in the next pass as many as this one has run."""
+        self._num_run, self._num_left_out = 0, self._num_run
+
+    def run(self, collective: Callable[[], T], leave_out: Callable[[], object]) -> T | None:
+        """`collective()`, or in its place `leave_out()`."""
+        if self._num_left_out:
+            self._num_left_out -= 1
+            leave_out()
+            return None
+        result = collective()
+        self._num_run += 1
+        return result
+
     def is_gathered(self) -> bool:
+        """Whether the parameters are gathered."""
         if self._parameter is None:
             return False
         module, name = self._parameter
         return not isinstance(module.get_parameter(name), DTensor)
 
     def has_reduced(self) -> bool:
+        """Whether this pass has summed the gradient over the copies, which is not counted."""
         return self._all_reduced
 
     def set_reduces(self, reduces: bool) -> None:
+        """Set whether the next pass sums over the copies."""
         self.unit.set_requires_all_reduce(reduces, recurse=False)
 
     def _record_all_reduce(self, _: Tensor) -> None:
@@ -77,6 +99,13 @@ class _ReduceScatter(_Collective):
         else:
             reduce = partial(dist.reduce_scatter_tensor, output_tensor, input_tensor, op, group, async_op)
         return self.collectives.run(reduce, output_tensor.zero_)
+
+
+def copy_to_all_parts(gathered: Tensor, local: Tensor) -> None:
+    """(R * S,) <- (S,), R times: finite values in place of an all-gather."""
+    for part in gathered.view(-1, len(local)):
+        if part.data_ptr() != local.data_ptr():
+            part.copy_(local)
 
 
 def _first_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:

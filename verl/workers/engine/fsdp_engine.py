@@ -1,10 +1,9 @@
-"""The engines of strategies `fsdp` and `fsdp2`. On one rank both are the torch engine, unsharded."""
+"""The engines of strategies `fsdp2` and `fsdp`, its older name. On one rank both are the torch engine, unsharded."""
 
 from verl.config.engine import STRATEGIES
 from verl.models.load import load_reward_model, load_value_model
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp1 import FSDP1Parameters
 from verl.workers.engine.fsdp2 import FSDP2Parameters
 from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.torch_engine import TorchEngine
@@ -16,8 +15,6 @@ class FSDPEngine(TorchEngine):
     """The base of the engines with a language-model head and with a value head."""
 
     def _build_parameters(self) -> ModelParameters:
-        if self.engine_config.strategy == "fsdp" and self.engine_config.offload_policy:
-            raise ConfigError("offload_policy is FSDP2's; use strategy=fsdp2, or param_offload and optimizer_offload")
         if self.world_size == 1:
             if self.engine_config.offload_policy and self.device.type != "cpu":
                 raise ConfigError(
@@ -25,8 +22,7 @@ class FSDPEngine(TorchEngine):
                     "fsdp_config.param_offload and optimizer_offload, or more ranks"
                 )
             return super()._build_parameters()
-        parameters_class = FSDP1Parameters if self.engine_config.strategy == "fsdp" else FSDP2Parameters
-        return parameters_class(self.model, self.rank_mesh, self.engine_config, self.precision, self.device)
+        return FSDP2Parameters(self.model, self.rank_mesh, self.engine_config, self.precision, self.device)
 
 
 @EngineRegistry.register(model_type="language_model", backend=list(STRATEGIES), device=DEVICES)

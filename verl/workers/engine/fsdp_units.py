@@ -20,8 +20,8 @@ def sharding_units(model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module
     if not units:
         classes = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
         raise ConfigError(
-            f"{type(model).__name__} has no modules of class {', '.join(wanted) or '(none is named)'}; set "
-            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap to some of: {', '.join(classes)}"
+            f"{type(model).__name__} has no modules of class {', '.join(wanted) or '(none is named)'}; name "
+            f"some of these in wrap_policy.transformer_layer_cls_to_wrap: {', '.join(classes)}"
         )
     return units
 

@@ -1,6 +1,5 @@
 """The manifest of an engine checkpoint, and checks of its files against it."""
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from verl.models.tensor_file import file_digest
 from verl.utils.checksummed import read_checksummed
+from verl.utils.cores import num_cores
 from verl.utils.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -51,7 +51,7 @@ def verify_file(folder: Path, name: str, manifest: dict[str, Any]) -> None:
 def verify_files(folder: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
     """`verify_file` on all `names`, several at a time; raises the error of the first bad file."""
     check: Callable[[str], None] = lambda name: verify_file(folder, name, manifest)  # noqa: E731
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(max_workers=min(8, num_cores())) as threads:
         list(threads.map(check, names))
 
 

@@ -15,13 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.data.batch import Batch
 from verl.data.columns import writer_of
 from verl.data.micro_batches import MicroBatching, sequence_groups, split_micro_batches
+from verl.models.attention.packing import Packing
 from verl.models.attention.prefix_sharing import (
     PrefixLayout,
     PrefixPacking,
     plan_prefix_sharing,
     prefix_sharing_order,
 )
-from verl.models.attention.sequence_attention import Packing
 from verl.models.attention.ulysses import SplitPacking, sum_over_ranks
 from verl.models.head.chosen_tokens import TopLogits
 from verl.models.head.token_outputs import needed_positions

@@ -3,14 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
 
 from verl.workers.engine.optimizer import clip_gradients, first_non_finite_gradient, gradient_norm
 from verl.workers.engine.rank_mesh import RankMesh
-from verl.workers.engine.tensor_shards import LocalShard, local_shard
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -22,7 +21,6 @@ class ModelParameters(ABC):
     named_parameters: list[tuple[str, nn.Parameter]]  # what the optimiser trains, by the model's names; tied ones once
     rank_mesh = RankMesh()
     device = torch.device("cpu")  # of the tensors in collectives
-    gradient_scale = 1.0  # factor of the loss, so that gradients are sums over the ranks
 
     can_cast = False  # whether it has `cast_to`: shards have not
 
@@ -48,7 +46,7 @@ class ModelParameters(ABC):
         The last backward pass before an optimiser step sums over the ranks. After an out-of-memory error here or in
         `run`, the gradient is invalid, and `repeat_pass` must be called.
         """
-        (loss_sum * self.gradient_scale).backward()
+        loss_sum.backward()
 
     def repeat_pass(self) -> None:  # noqa: B027  (for one rank nobody waits)
         """After an out-of-memory error: the next pass, with a dummy, runs only the collectives that were left."""
@@ -86,25 +84,9 @@ class ModelParameters(ABC):
             if parameter.grad is not None:
                 yield name, parameter.grad
 
-    def unwrapped_name(self, name: str) -> str:
-        """A tensor's name in the model, without the names of wrappers around its modules."""
-        return name
-
-    def structure(self) -> dict[str, Tensor]:
-        """Every trained parameter by name, for shapes and types."""
-        return dict(self.named_parameters)
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimiser's states of a trained parameter, by name."""
-        return optimizer.state.get(parameter, {})
-
     def local_gradients(self) -> list[tuple[str, Tensor]]:
         """(name, this rank's shard of the gradient) of every trained parameter that has one, in the model's order."""
         return [(name, p.grad) for name, p in self.named_parameters if p.grad is not None]
-
-    def local_shard(self, name: str, tensor: Tensor) -> LocalShard:
-        """This rank's shard of `tensor`: parameter `name`, or one of its optimiser states."""
-        return local_shard(tensor, self.rank_mesh.rank)
 
     def gradient_norm(self) -> float:
         """2-norm of the whole gradient, the same number on every rank."""

@@ -6,10 +6,8 @@ for. The results of the pass are wrong on all ranks, and unused: the mini-batch 
 stop together, see `ulysses.check_peers`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,56 +15,18 @@ from torch import Tensor
 
 from verl.models.attention.ulysses import announce_out_of_memory, check_peers, clear_out_of_memory
 from verl.plugin.platform import get_platform
-
-T = TypeVar("T")
-
-
-class UnitCollectives(ABC):
-    """The collectives of one FSDP unit: how many a pass has run, and how many its repetition leaves out."""
-
-    def __init__(self) -> None:
-        self._num_run = self._num_left_out = 0
-
-    def start_pass(self) -> None:
-        """Count from zero; parameters that are gathered already are as good as one all-gather."""
-        self._num_run, self._num_left_out = int(self.is_gathered()), 0
-
-    def repeat_pass(self) -> None:
-        """Leave out in the next pass as many as this one has run."""
-        self._num_run, self._num_left_out = 0, self._num_run
-
-    def run(self, collective: Callable[[], T], leave_out: Callable[[], object]) -> T | None:
-        """`collective()`, or in its place `leave_out()`."""
-        if self._num_left_out:
-            self._num_left_out -= 1
-            leave_out()
-            return None
-        result = collective()
-        self._num_run += 1
-        return result
-
-    @abstractmethod
-    def is_gathered(self) -> bool:
-        """Whether the parameters are gathered."""
-
-    @abstractmethod
-    def has_reduced(self) -> bool:
-        """Whether this pass has reduced the gradient by collectives that are not counted."""
-
-    @abstractmethod
-    def set_reduces(self, reduces: bool) -> None:
-        """Set whether the next pass runs these."""
+from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 
 
 class OOMRescue:
     """Counts the passes of a sharded model. `reset()` makes it forget a pass that stopped in the middle."""
 
     def __init__(
-        self, units: Sequence[UnitCollectives], reset: Callable[[], None], sequence_group: dist.ProcessGroup | None
+        self, units: Sequence[FSDP2Collectives], reset: Callable[[], None], sequence_group: dist.ProcessGroup | None
     ):
         self.units, self.reset, self.sequence_group = units, reset, sequence_group
         self._repeats = False
-        self._reduced: list[UnitCollectives] = []
+        self._reduced: list[FSDP2Collectives] = []
         self._notice: dist.Work | None = None
 
     @contextmanager
@@ -108,10 +68,3 @@ class OOMRescue:
         if self._notice is not None:
             self._notice.wait()
         self._repeats, self._reduced, self._notice = False, [], None
-
-
-def copy_to_all_parts(gathered: Tensor, local: Tensor) -> None:
-    """(R * S,) <- (S,), R times: finite values in place of an all-gather."""
-    for part in gathered.view(-1, len(local)):
-        if part.data_ptr() != local.data_ptr():
-            part.copy_(local)

@@ -13,6 +13,8 @@ from verl.config import FSDPOptimizerConfig
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
+_SAMPLES = 256  # about, of each parameter
+
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
     """`optim.optimizer` of module `optim.optimizer_impl`; fused if class and device support it."""
@@ -124,6 +126,27 @@ def clip_gradients(gradients: list[Tensor], norm: float, max_norm: float | None)
     """Scale gradients with 2-norm `norm` down to `max_norm`; None or 0 never clips."""
     if gradients and max_norm and norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+
+
+def sample_updates(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Samples numbers of each parameter narrower than float32: as a view, and as they are now.
+
+    Now is before a step; NaN stands where the gradient is 0. All others change, unless rounding swallows the update.
+    """
+    out = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.itemsize < torch.float32.itemsize and parameter.is_contiguous():
+            stride = max(1, parameter.numel() // _SAMPLES)
+            values = parameter.view(-1)[::stride]
+            out.append((values, torch.where(gradient.reshape(-1)[::stride] != 0, values, torch.nan)))
+    return out
+
+
+def count_lost_updates(samples: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
+    """How many of the sampled updates changed nothing, and how many there were."""
+    counts = [torch.stack([(values == before).sum(), (~before.isnan()).sum()]) for values, before in samples]
+    lost, total = torch.stack(counts).sum(0).tolist()
+    return lost, total
 
 
 def first_non_finite_gradient(named_gradients: Iterable[tuple[str, Tensor]]) -> str | None:

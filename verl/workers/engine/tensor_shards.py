@@ -1,7 +1,7 @@
 """Boxes of tensors: those that this rank holds, the index of those in a checkpoint, and a reader of any box.
 
 A *box* is a rectangular part of a tensor: offset and shape per dimension. An unsharded tensor is one box, and
-so is a shard of a DTensor; a shard of FSDP1, which is a range of elements, is a few boxes.
+so is a shard of a DTensor. A rank of FSDP1, in older checkpoints, saved a few boxes of a tensor.
 """
 
 from collections.abc import Sequence
@@ -58,49 +58,14 @@ def box_of_rank(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Seq
     return Box(tuple(offset), tuple(size))
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements `start` to `stop` of a tensor, row by row, as boxes in that order."""
-    if start >= stop:
-        return []
-    if len(shape) < 2:
-        return [Box((start,), (stop - start,)) if shape else Box((), ())]
-    row, row_shape = torch.Size(shape[1:]).numel(), tuple(shape[1:])
-    first, last = -(-start // row), stop // row  # complete rows of `row` elements
-    if first > last:
-        first = last = start // row
-        return [_in_row(first, box) for box in boxes_of_range(row_shape, start - first * row, stop - first * row)]
-    head = boxes_of_range(row_shape, start % row, row) if start % row else []
-    whole = [Box((first, *(0 for _ in row_shape)), (last - first, *row_shape))] if last > first else []
-    tail = boxes_of_range(row_shape, 0, stop - last * row)
-    return [*(_in_row(first - 1, box) for box in head), *whole, *(_in_row(last, box) for box in tail)]
-
-
-def _in_row(row: int, box: Box) -> Box:
-    return Box((row, *box.offset), (1, *box.shape))
-
-
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor: its boxes, end to end in `local`, and whether this rank saves them."""
+    """This rank's shard of one tensor: its box, the values there, and whether this rank saves them."""
 
     shape: tuple[int, ...]  # of the full tensor
-    boxes: list[Box]
+    box: Box
     local: Tensor
     saved_here: bool
-
-    @property
-    def meta(self) -> Tensor:
-        """The full tensor, on the meta device."""
-        return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
-
-    def parts(self) -> list[tuple[Box, Tensor]]:
-        """Each box with its part of `local`."""
-        if not self.boxes:
-            return []
-        if len(self.boxes) == 1:
-            return [(self.boxes[0], self.local.view(self.boxes[0].shape))]
-        sizes = [torch.Size(box.shape).numel() for box in self.boxes]
-        return [(b, t.view(b.shape)) for b, t in zip(self.boxes, self.local.flatten().split(sizes), strict=True)]
 
 
 def local_shard(tensor: Tensor, rank: int) -> LocalShard:
@@ -108,7 +73,7 @@ def local_shard(tensor: Tensor, rank: int) -> LocalShard:
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return LocalShard(shape, [Box((0,) * len(shape), shape)], tensor, rank == 0)
+        return LocalShard(shape, Box((0,) * len(shape), shape), tensor, rank == 0)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds nothing"
@@ -118,7 +83,7 @@ def local_shard(tensor: Tensor, rank: int) -> LocalShard:
     first = all(
         place == 0 for place, kind in zip(coordinate, tensor.placements, strict=True) if type(kind) is Replicate
     )
-    return LocalShard(shape, [box], local, first and not box.is_empty)
+    return LocalShard(shape, box, local, first and not box.is_empty)
 
 
 @dataclass(frozen=True)
@@ -126,7 +91,7 @@ class SavedBox:
     """A box in a file."""
 
     file: str
-    key: str  # in the file: the tensor's name, with @number after its first box there
+    key: str  # in the file: the tensor's name; in older checkpoints with @number after its first box there
     offset: list[int]
     shape: list[int]
 
@@ -162,11 +127,9 @@ def tensors_to_save(tensors: dict[str, LocalShard], file: str) -> tuple[dict[str
     index: ShardIndex = {}
     for name, shard in tensors.items():
         if shard.saved_here:
-            entry = index[name] = SavedTensor(DTYPE_NAMES[shard.local.dtype], list(shard.shape))
-            for number, (box, part) in enumerate(shard.parts()):
-                key = name if number == 0 else f"{name}@{number}"
-                entry.pieces.append(SavedBox(file, key, list(box.offset), list(box.shape)))
-                out[key] = part
+            saved = SavedBox(file, name, list(shard.box.offset), list(shard.box.shape))
+            index[name] = SavedTensor(DTYPE_NAMES[shard.local.dtype], list(shard.shape), [saved])
+            out[name] = shard.local
     return out, index
 
 
@@ -213,8 +176,7 @@ class ShardReader:
 
     def read_into(self, name: str, shard: LocalShard) -> None:
         """Copy the saved values into this rank's shard of a tensor."""
-        for box, part in shard.parts():
-            part.copy_(self.read(name, box))
+        shard.local.copy_(self.read(name, shard.box))
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig,
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
-from verl.models import lora, registry
+from verl.models import compiled_layers, lora, registry
 from verl.models.device_moves import keep_freed_memory, move_model
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.head.token_outputs import (
@@ -49,10 +51,11 @@ from verl.workers.engine.micro_batch_forward import (
 )
 from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.offload import move_optimizer_state, on_device
-from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
+from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer, count_lost_updates, sample_updates
 from verl.workers.engine.out_of_memory import TokenLimit
 from verl.workers.engine.precision import MasterWeights, Precision, cast_parameters, other_dtype
 from verl.workers.engine.rank_mesh import RankMesh
+from verl.workers.engine.save_trial import files_beside_tensors
 from verl.workers.engine.update_totals import TokenMetricSums
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,7 @@ class TorchEngine(BaseEngine):
         self.skipped_steps = 0
         self.kept_weights: KeptWeights | None = None
         self.pending_save: CollectiveSave | None = None
+        self.files_to_save: dict[str, bytes] = {}  # all but tensors, by path
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -89,8 +93,7 @@ class TorchEngine(BaseEngine):
         if self.device.type == "cpu":
             keep_freed_memory()
         self.rank_mesh = RankMesh.of(self.engine_config, self.device)
-        self.place = self.rank_mesh.place
-        self.rank, self.world_size = self.rank_mesh.rank, self.rank_mesh.world_size
+        self.place, self.rank, self.world_size = self.rank_mesh.place, self.rank_mesh.rank, self.rank_mesh.world_size
         self.data_group, self.sequence_group = self.rank_mesh.data_group, self.rank_mesh.sequence_group
         self.precision = Precision.of(self.engine_config, self.device, self.trains)
         self.compute_dtype = self.precision.compute
@@ -101,9 +104,11 @@ class TorchEngine(BaseEngine):
         if self.compute_dtype == torch.float64:
             self.model.set_experts_implementation("eager")  # the grouped kernel has no float64
         self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
+        self.shares_prompts = self.packed and registry.has_full_attention(self.model.config)
         registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size, self.world_size)
         self.head_settings = head_settings(self.model_config, self.engine_config)
         self.training_forward = apply_performance_options(self.model, self.model_config, self.trains, self.device)
+        self.layer_graphs = compiled_layers.compile_layers(self.model, self.model_config, self.world_size)
         if not self.trains:
             self.model.requires_grad_(False)
         self.precision.cast_buffers(self.model)
@@ -112,14 +117,14 @@ class TorchEngine(BaseEngine):
         self.weights = self._build_parameters()
         self.can_cast = self.weights.can_cast
         model_kind = f"the {'' if self.trains else 'frozen '}{'value' if self.has_value_head else 'language'} model"
-        checkpointing = self.model_config.enable_gradient_checkpointing
-        memory_options = "" if checkpointing else "turn on enable_gradient_checkpointing, "
+        memory_hint = ("turn on enable_gradient_checkpointing, ", "")[self.model_config.enable_gradient_checkpointing]
         self.forward_limit = TokenLimit(self.rank_mesh, self.device, f"the forward pass of {model_kind}")
-        self.train_limit = TokenLimit(self.rank_mesh, self.device, f"training {model_kind}", memory_options)
+        self.train_limit = TokenLimit(self.rank_mesh, self.device, f"training {model_kind}", memory_hint)
         if self.trains:
             assert self.optimizer_config is not None
             self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
             self.lr_scheduler = LearningRateSchedule(self.optimizer, self.optimizer_config)
+            self.files_to_save = files_beside_tensors(self) if self.rank == 0 else {}
 
     def speed(self) -> Speed:
         """FLOP counts of the model, and the peak FLOP/s in the dtype of its matmuls."""
@@ -134,8 +139,6 @@ class TorchEngine(BaseEngine):
         settings = self.model_config
         import_external(settings.external_lib)
         config, init_random = build_config(settings)
-        if not self.has_value_head:
-            registry.check_no_logit_softcap(config)
         get_platform().apply_model_patches(config.model_type)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.engine_config.seed)
@@ -146,6 +149,8 @@ class TorchEngine(BaseEngine):
                 init_random,
                 structure_only=self.rank > 0,
             )
+        if self.rank == 0 and not self.has_value_head:
+            registry.check_head(model)
         if lora.wants_lora(settings):
             lora.add_adapters(model, settings, self.engine_config.seed, structure_only=self.rank > 0)
         elif self.checkpoint_config.save_lora_only:
@@ -196,6 +201,8 @@ class TorchEngine(BaseEngine):
                     self._add_gradient(micro_batch, loss, temperature, metric_sums, out)
         metrics = metric_sums.metrics(int(batch["loss_mask"].sum()), updates=1 if self.rank_mesh.data_rank == 0 else 0)
         self.train_limit.add_metrics(metrics)
+        if self.layer_graphs is not None:
+            self.layer_graphs.add_metrics(metrics)
         return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
 
     def _add_gradient(
@@ -218,11 +225,8 @@ class TorchEngine(BaseEngine):
             registry.check_sequences(self.model.config, int(batch.lengths.max()), int(batch["tokens"].max()))
         if micro.share_prefixes:
             registry.check_prefix_sharing(self.model.config, self.packed)
-        ranks = self._max_over_ranks, self.sequence_group, self.on_sequences
-        return micro_batches(batch, columns, micro, self.device, *ranks)
-
-    def _max_over_ranks(self, number: int) -> int:
-        return self.rank_mesh.max_over_ranks(number, self.device)
+        most = partial(self.rank_mesh.max_over_ranks, device=self.device)
+        return micro_batches(batch, columns, micro, self.device, most, self.sequence_group, self.on_sequences)
 
     def _outputs(self, micro_batch: MicroBatch, names: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
         """The model's outputs for the tokens of a micro-batch, zero where loss_mask is False."""
@@ -286,7 +290,11 @@ class TorchEngine(BaseEngine):
         finite = math.isfinite(norm)
         if finite:
             self.weights.clip_gradients(norm, self.optimizer_config.clip_grad)
+            trained = compress(self.weights.local_trainable(), [p.grad is not None for p in self.weights.trainable])
+            samples = sample_updates(trained, [gradient for _, gradient in self.weights.local_gradients()])
             self.optimizer.step()
+            if samples and self.optimizer.param_groups[0]["lr"] > 0:
+                metrics.mean("updates_lost", *count_lost_updates(samples))
             torch.autograd.graph.increment_version(self.weights.trainable)  # fused kernels do not increment it
             self.weights.copy_to_model()
             metrics.mean("grad_norm", norm, 1)
@@ -317,13 +325,11 @@ class TorchEngine(BaseEngine):
 
         Over several ranks this is a collective that gathers one tensor at a time: all ranks must consume all of them.
         """
-        return lora.merge_adapters(self.weights.full_tensors(), self._adapter_scales())
+        return lora.merge_adapters(self.weights.full_tensors(), lora.adapter_scales(self.model))
 
     def export_adapters(self, with_base: bool) -> Iterator[tuple[str, Tensor]]:
-        return lora.split_adapters(self.weights.full_tensors(trained_only=not with_base), self._adapter_scales())
-
-    def _adapter_scales(self) -> dict[str, float]:
-        return {self.weights.unwrapped_name(name): scale for name, scale in lora.adapter_scales(self.model).items()}
+        tensors = self.weights.full_tensors(trained_only=not with_base)
+        return lora.split_adapters(tensors, lora.adapter_scales(self.model))
 
     def keep_weights(self) -> int:
         """Copy this rank's shards of the trained weights into host memory, over an earlier copy; its size in bytes."""

@@ -15,12 +15,15 @@ class TokenMetricSums:
     def __init__(self) -> None:
         self.sums: dict[str, list[Tensor]] = {}
         self.extremes: dict[str, list[Tensor]] = {}  # of the metrics _max and _min, the latter negated
+        self.tokens = {"trained": 0, "computed": 0}
 
     def add(self, loss_sum: Tensor, token_metrics: dict[str, Tensor], micro_batch: MicroBatch) -> None:
         """Names decide: `_max` and `_min` are extremes of sampled tokens, losses are summed with the loss weights,
         all else plainly. A dummy adds nothing."""
         if micro_batch.is_dummy:
             return
+        self.tokens["trained"] += micro_batch.batch.num_tokens
+        self.tokens["computed"] += micro_batch.num_computed
         self.sums.setdefault("loss", []).append(loss_sum.detach())
         weights = micro_batch.batch["loss_weights"]
         sampled = micro_batch.batch["loss_mask"]
@@ -49,4 +52,6 @@ class TokenMetricSums:
                 out.max(name, largest)
             else:
                 out.min(name, -largest)
+        for name, count in self.tokens.items() if self.tokens["computed"] < self.tokens["trained"] else ():
+            out.sum(f"perf/{name}_tokens", count)
         return out

@@ -29,7 +29,7 @@ def publishes_adapters(arr: ActorRolloutRefConfig) -> bool:
 
 
 def adapter_arguments(arr: ActorRolloutRefConfig) -> dict[str, Any]:
-    """What vLLM must know to take adapters; empty where it gets none. ConfigError for a rank that it cannot have."""
+    """vLLM's arguments for adapters; empty where it gets none. ConfigError for a rank that it cannot have."""
     if not publishes_adapters(arr):
         return {}
     rank = largest_rank(arr.model)

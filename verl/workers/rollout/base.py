@@ -30,7 +30,7 @@ class StaleWeightsError(VerlError):
 
 @dataclass(frozen=True)
 class ReadBack:
-    """What an engine's layers hold after an update, compared with what arrived."""
+    """The result of comparing an engine's layers after an update with what arrived."""
 
     num_tensors: int  # tensors of the update that were read back
     wrong: tuple[tuple[str, str, str, str], ...] = ()  # tensor, layer, fingerprints that arrived and that it holds
@@ -107,8 +107,8 @@ Alternatives = list[tuple[int, float]]  # the most likely tokens of one position
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. `logprobs`: nats at the sampling temperature, one per token, before top-p, top-k and min-p;
-    penalties and `logit_bias` change them. `alternatives`: one list per token, if `top_logprobs` asked for them."""
+    """One sampled answer. `logprobs`: nats, one per token, of the policy at the sampling temperature, whatever top-p,
+    top-k, min-p, min_tokens, penalties or `logit_bias` do. `alternatives`: so too, if `top_logprobs` asked for them."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -220,11 +220,11 @@ class RolloutEngine(ABC):
         """Go on with what was parked, under the weights that are published now. Without parked answers: nothing."""
 
     def parked(self) -> list[dict[str, Any]]:
-        """What is parked, as JSON values: per request its unfinished and its finished samples."""
+        """The parked requests as JSON values: the unfinished and the finished samples of each."""
         return []
 
     async def in_flight(self) -> list[dict[str, Any]]:
-        """What `parked` says, while sampling goes on."""
+        """The same as `parked`, while sampling goes on."""
         return self.parked()
 
     def restore(self, parked: Sequence[dict[str, Any]]) -> None:  # noqa: B027

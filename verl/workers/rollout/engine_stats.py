@@ -1,4 +1,4 @@
-"""What rollout engines count: each count only grows, and every reader subtracts what it read before."""
+"""Counts of rollout engines: each only grows, and every reader subtracts what it read before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Counts = Mapping[str, float]
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What one replica or rank did since it started, and how it stands now."""
+    """Counts of one replica or rank since it started, and its state now."""
 
     totals: Counts = field(default_factory=dict)  # counts and seconds; the metric is the sum over the replicas
     steps: Counts = field(default_factory=dict)  # counts; the metric is the mean over the replicas that worked
@@ -29,7 +29,7 @@ class EngineStats:
         return fresh._plus(ended, 1)
 
     def since(self, before: "EngineStats") -> "EngineStats":
-        """What was counted after `before`; all of it where a count is lower now, as that of an engine started anew."""
+        """The counts after `before`; all of them where one is lower now, as for an engine started anew."""
         was, now = before._counts(), self._counts()
         return self if any(now.get(name, 0) < count for name, count in was.items()) else self._plus(before, -1)
 

@@ -1,12 +1,12 @@
 """Requests to a rollout server that speaks JSON over HTTP, from any event loop."""
 
 import asyncio
-import threading
 import weakref
 from concurrent.futures import Future
 from typing import Any
 
 from verl.config.rollout import ServerConfig
+from verl.runtime.event_loop import EventLoopThread
 from verl.utils.errors import ConfigError, WorkerError
 
 
@@ -25,9 +25,8 @@ class HTTPClient:
             raise ConfigError(f"actor_rollout_ref.rollout.server.url={url} must begin with http:// or https://")
         self.aiohttp, self.server = aiohttp, server
         self.url, self.max_attempts, self.retry_delay = url.rstrip("/"), server.max_attempts, server.retry_delay
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=f"http to {url}", daemon=True).start()
-        self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+        self._loop = EventLoopThread(f"http to {url}")
+        self._session = self._loop.run(self._open())
         weakref.finalize(self, _close, self._loop, self._session)
 
     async def _open(self) -> Any:
@@ -44,7 +43,7 @@ class HTTPClient:
         return self._submit(method, path, body).result()
 
     def _submit(self, method: str, path: str, body: Any) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(self._call(method, path, body), self._loop)
+        return self._loop.start(self._call(method, path, body))
 
     async def _call(self, method: str, path: str, body: Any) -> Any:
         problem: Exception | None = None
@@ -70,11 +69,11 @@ class HTTPClient:
         )  # fmt: skip
 
 
-def _close(loop: asyncio.AbstractEventLoop, session: Any) -> None:
+def _close(loop: EventLoopThread, session: Any) -> None:
     """Close the connections, then end the thread."""
 
     async def end() -> None:
         await session.close()
-        loop.stop()
+        asyncio.get_running_loop().stop()
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
+    loop.start(end())

@@ -9,15 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from verl.utils.errors import TransportError
+from verl.workers.rollout.child import Child
 
 HOST = "127.0.0.1"
 _POLL_S, _EXIT_S = 0.2, 10.0
@@ -38,13 +37,9 @@ class HTTPServerProcess:
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, host: str = HOST):
         self.name, self.address = name, f"{host}:{port}"
         self.url = f"http://{self.address}"
-        descriptor, log = tempfile.mkstemp(prefix="verl-served-", suffix=".log")
-        self.log = Path(log)
         watched = [sys.executable, "-m", "verl.workers.rollout.http_server", *command]
-        with os.fdopen(descriptor, "wb") as output:
-            self.process = subprocess.Popen(
-                watched, env=dict(environment), stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0
-            )
+        self.child = Child(watched, environment, stdin=subprocess.PIPE, log_prefix="verl-served-")
+        self.process = self.child.process
 
     def wait_until_ready(self, limit_s: float, key: str) -> None:
         """Return when GET /health answers 200. TransportError where it ends before, or takes more than `limit_s`."""
@@ -80,23 +75,13 @@ class HTTPServerProcess:
             ) from error
 
     def how_it_ended(self) -> str:
-        """Its exit code, if it has one, and its last lines."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()[-12:] if self.log.exists() else []
+        """The server's exit code, if it has one, and its last lines."""
         code = self.process.poll()
-        how = "it runs" if code is None else f"it ended with exit code {code}"
-        return f"{how}; its last lines:\n  " + "\n  ".join(lines or ["(none)"])
+        return f"{'it runs' if code is None else f'it ended with exit code {code}'}; {self.child.last_lines()}"
 
     def close(self) -> None:
         """End it and all that it has started."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_EXIT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.log.unlink(missing_ok=True)
+        self.child.close()
 
 
 def run_until_left(command: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ from verl.workers.rollout.base import Completion, GenerationRequest, check_reque
 from verl.workers.rollout.cache_limits import CacheLimits
 from verl.workers.rollout.engine_stats import Counters, DecodeTimes
 from verl.workers.rollout.parking import Parking, saved_requests
-from verl.workers.rollout.sampling import sample
 from verl.workers.rollout.scheduler import (
     CachedPrompt,
     ParkedSequence,
@@ -312,12 +311,9 @@ class NativeCore:
         table, column = self.table, self.column
         uniforms_B = uniforms(table.keys[rows], column - table.first_columns[rows])
         steps = table.needed_sampling_steps()
-        if steps.changed_logits:
-            logits = logits.float()
-            table.apply_bias_and_penalties(logits, rows, column)
         if steps.top_logprobs:
             table.record_alternatives(logits, rows)
-        tokens, logprobs = sample(logits, uniforms_B, table.sampling_tensors(rows, column))
+        tokens, logprobs = table.sample(logits, uniforms_B, rows, column)
         table.tokens[rows, column] = tokens
         table.logprobs[rows, column] = logprobs
         stopped = (tokens.unsqueeze(1) == table.stop_ids[rows]).any(1) & (column >= table.min_stop_columns[rows])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from verl.config.rollout import RolloutConfig
+from verl.data.chat import end_marks
 from verl.models.decoder.device_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
 from verl.models.decoder.generic import GenericDecoder
 from verl.models.decoder.lean import Decoder, LeanDecoder
@@ -237,17 +238,18 @@ def parameter_versions(model: nn.Module) -> list[int]:
 
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """Every end-of-sequence id that the generation config, the model config or the tokenizer names."""
+    """Every end-of-sequence id that the generation config, the model config or the tokenizer names, and the token that
+    training puts behind an answer."""
     collected: list[int] = []
     sources = (getattr(model, "generation_config", None), model.config, tokenizer)
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         collected += [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
-    return tuple(dict.fromkeys(int(i) for i in collected))
+    return tuple(dict.fromkeys(int(i) for i in (*collected, *end_marks(tokenizer))))
 
 
 def in_place_inputs(
     config: RolloutConfig, module: nn.Module, tokenizer: Any, device: torch.device | str
 ) -> EngineInputs:
-    """What an engine that samples from `module` is built from."""
+    """The inputs of an engine that samples from `module`."""
     return EngineInputs(config, tokenizer, eos_ids(module, tokenizer), module, device)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from verl.checkpoint_engine.endpoint import Manifest
+from verl.config import HFModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.models.fingerprint import fingerprint
-from verl.models.load import load_causal_lm
+from verl.models.load import build_config, load_causal_lm
 from verl.plugin.platform import get_platform
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, ReadBack, TokenCallback
@@ -39,7 +40,8 @@ class NativeReplica(CopyingEngine):
         self.config, self.tokenizer, self.replica = config, tokenizer, replica
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.device = torch.device(get_platform().device_name or "cpu")
-        self.model = load_causal_lm(model_path).to(self.device).requires_grad_(False)
+        model = HFModelConfig(path=str(model_path), override_config=config.engine_kwargs.native.get("hf_overrides", {}))
+        self.model = load_causal_lm(model_path, config=build_config(model)[0]).to(self.device).requires_grad_(False)
         self.eos_token_ids = tuple(dict.fromkeys((*eos_ids(self.model, tokenizer), *eos_token_ids)))
         self._native: NativeEngine | None = None  # from the first weights on
         self._arrived: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ in a module that `model.external_lib` names, or in a plug-in.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class Weights(StrEnum):
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What an engine is built from."""
+    """The inputs of an engine."""
 
     config: RolloutConfig
     tokenizer: Any
@@ -47,6 +47,7 @@ class EngineInputs:
     module: "nn.Module | None" = None  # in place: the model that it samples from
     device: "device | str | None" = None  # in place: where it is
     model_path: str = ""  # copied: the folder of the model
+    config_overrides: dict[str, Any] = field(default_factory=dict)  # copied: what replaces values of its config.json
     num_replicas: int = 1  # copied: engines that answer together
     devices: tuple[tuple[int, ...], ...] = ()  # copied: of each of them, by index; none: all devices, or none counted
     start_server: "Callable[[int], Server] | None" = None  # copied: of a replica, on the plan's machine and devices

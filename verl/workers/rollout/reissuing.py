@@ -115,7 +115,7 @@ class ReissuingEngine(RolloutEngine):
             sample.add(part)
 
     def _rest(self, request: GenerationRequest, index: int, sample: PartialAnswer) -> GenerationRequest:
-        """What is left of one sample, as a request."""
+        """The rest of one sample, as a request."""
         params, count = request.sampling, len(sample.tokens)
         rest = replace(params, n=1, max_tokens=params.max_tokens - count, min_tokens=max(params.min_tokens - count, 0))
         stream = derive_seed(request.stream_id, index, count)
@@ -137,7 +137,7 @@ class ReissuingEngine(RolloutEngine):
         self._going_on.set()
 
     def parked(self) -> list[dict[str, Any]]:
-        """What is parked here: not what waits in the engine, which `in_flight` asks."""
+        """The requests parked here, without those in the engine, which `in_flight` asks."""
         return self._saved({})
 
     async def in_flight(self) -> list[dict[str, Any]]:

@@ -159,7 +159,7 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         self._fail_all(how)
 
     def _frames(self) -> Iterator[bytes]:
-        """What the server sends, one message at a time, until it ends; looks after it while nothing comes."""
+        """Yields the server's messages until it ends; looks after it while nothing comes."""
         try:
             connection = self.server.connect()
             name = f"calls of rollout replica {self.replica}"

@@ -352,7 +352,7 @@ class Router(ProfiledServer, CopyingEngine):
             engine.close()
 
     async def stats(self) -> list[EngineStats]:
-        """Of each replica, with what those counted whose place it took."""
+        """Counters of each replica, with those of the replicas whose place it took."""
         for number, now in (await self._each(lambda engine: engine.stats())).items():
             ended = self._ended[number]
             is_first = not self.restarts[number]

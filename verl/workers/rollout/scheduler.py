@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.data.random_streams import stream_key
 from verl.models.decoder.prompt_cache import PromptSharing
 from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest
-from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise
+from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise, sample
 
 
 @dataclass
@@ -258,8 +258,8 @@ class RowTable:
                 self._put_tokens(self.count + len(entering), request.parked, column, version)
                 entering.append(request.parked.row)
                 continue
-            for state, sample in request.samples:
-                entering.append(RunningSequence(state, sample, column, version, request.cached_prompt))
+            for state, number in request.samples:
+                entering.append(RunningSequence(state, number, column, version, request.cached_prompt))
         rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
         integers = []
         for row, sampling in zip(entering, params, strict=True):
@@ -336,15 +336,26 @@ class RowTable:
             )
         return self._sampling_steps
 
-    def apply_bias_and_penalties(self, logits_BV: Tensor, rows: slice, column: int) -> None:
-        """Apply the bias, then the penalties of `rows` to the logits of the token for `column`, in place."""
-        for logits_V, number in zip(logits_BV, range(rows.start, rows.stop), strict=True):
+    def sample(self, logits_BV: Tensor, uniforms_B: Tensor, rows: slice, column: int) -> tuple[Tensor, Tensor]:
+        """Tokens for `column` and their log-probs; a bias and penalties choose the token and leave its log-prob."""
+        settings = self.sampling_tensors(rows, column)
+        if not self.needed_sampling_steps().changed_logits:
+            return sample(logits_BV, uniforms_B, settings)
+        sampled_BV, changed = (
+            logits_BV.float().clone(),
+            [row.state.request.sampling.changes_logits for row in self.rows],
+        )
+        for logits_V, number in zip(sampled_BV, range(rows.start, rows.stop), strict=True):
             row = self.rows[number]
             request = row.state.request
             add_bias(logits_V, request.sampling)
             if request.sampling.has_penalties:
                 prompt = torch.tensor(request.prompt_ids, device=self.device)
                 penalise(logits_V, prompt, self.tokens[number, row.first_column : column], request.sampling)
+        tokens_B, logprobs_B = sample(sampled_BV, uniforms_B, settings)
+        policy_BV = logits_BV.float() if settings.temperature_B is None else logits_BV / settings.temperature_B[:, None]
+        policy_B = policy_BV.log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
+        return tokens_B, policy_B.where(torch.tensor(changed[rows], device=self.device), logprobs_B)
 
     def record_alternatives(self, logits_BV: Tensor, rows: slice) -> None:
         """Append the most likely tokens of the next position to the rows of `rows` that ask for them."""

@@ -2,24 +2,20 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import verl
 from verl.plugin.platform import PlatformBase
 from verl.runtime.group import ObjectOnNode
 from verl.runtime.rank_processes import Counters, family, waits_for_disk
 from verl.utils.errors import VerlError
+from verl.workers.rollout.child import Child, finds_verl
 from verl.workers.rollout.handshake import connect_to_server
 
-_EXIT_S = 10.0  # a server may take to end by itself
-_ANSWER_S = 5.0  # its machine may take to answer, when it ends
+_END_S = 15.0  # that the machine of a server may take to say how it ended
 
 
 class LocalServer:
@@ -36,18 +32,10 @@ class LocalServer:
         else:
             theirs = socket.create_server((address, 0))
             self.address = theirs.getsockname()[:2]
-        descriptor, self.log = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
-        paths = [str(Path(verl.__file__).parent.parent), environment.get("PYTHONPATH")]
-        with theirs, os.fdopen(descriptor, "wb") as output:
-            server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
-            flag = "--descriptor" if address is None else "--listener"
-            # A process group of its own: Ctrl-C is for the trainer. No session: Linux divides processor time between
-            # sessions, and let a trainer wait 20 s for its part beside two busy ones.
-            self.process = subprocess.Popen(
-                [*server, flag, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL if address is None else subprocess.PIPE, stdout=output, stderr=output,
-                env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, process_group=0,
-            )  # fmt: skip
+        server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
+        flag, stdin = ("--descriptor", subprocess.DEVNULL) if address is None else ("--listener", subprocess.PIPE)
+        self.child = Child([*server, flag], finds_verl(environment), theirs, stdin, log_prefix="verl-rollout-")
+        self.process = self.child.process
         if self.process.stdin is not None:  # which stays open: the server ends with who has started it
             with contextlib.suppress(OSError):  # it has ended
                 self.process.stdin.write(secret)
@@ -64,7 +52,7 @@ class LocalServer:
         return self.address
 
     def look(self) -> Counters | None:
-        """What it and all below it have done; None where it is not known."""
+        """Counters of the server and all processes below it; None where they are not known."""
         now = Counters.read(self.process.pid)
         used = sum(counters.cpu_s for counters in family({self.process.pid}).values())
         return now and replace(now, cpu_s=used, num_bytes=0)
@@ -75,44 +63,24 @@ class LocalServer:
 
     def kill(self) -> None:
         """End it and all that it has started at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.child.kill()
 
     def how_it_ended(self, known: str = "") -> str:
         """`known`, or its exit code, for which it waits; and the last lines of its output."""
-        code = self._end()
-        if code is None:
+        how = self.child.how_it_ended()
+        if how is None:
             return "its process closed the connection; start the run again, it resumes from its last checkpoint"
-        last_lines: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # another thread's stop() deletes it
-            last_lines = Path(self.log).read_text(errors="replace").strip().splitlines()[-12:]
-        how = f"its process ended with {f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'}"
-        return f"{known or how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
+        return f"{known or f'its process ended with {how}'}; {self.child.last_lines()}"
 
     def stop(self) -> None:
         """Close the connection, which ends it, and delete its output."""
         shut_down(self.socket)
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        if self.process.returncode is None:  # who has waited for it has ended its group
-            self._end()
-        self.process.wait()
-        Path(self.log).unlink(missing_ok=True)
-
-    def _end(self) -> int | None:
-        """The exit code if it ends by itself; None if it did not in time. Nothing that it started survives."""
-        try:
-            return self.process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            self.kill()
+        self.child.close()
 
 
 @dataclass(frozen=True)
 class DriversSettings:
-    """What processes that the driver starts on other machines get of it."""
+    """Settings that the driver hands to processes on other machines."""
 
     folder: str
     share_cores: bool  # also those that Ray counts for others
@@ -121,12 +89,12 @@ class DriversSettings:
 
     @classmethod
     def on(cls, platform: PlatformBase) -> "DriversSettings":
-        """Those of this process, which is the driver."""
+        """The settings of this process, which is the driver."""
         shown_by, variables = platform.visible_devices_envvars(), platform.rollout_env_vars()
         return cls(os.getcwd(), "OMP_NUM_THREADS" not in os.environ, shown_by, variables)
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """That of a process on this machine, which sees `devices`, if there are any; this one goes to the folder."""
+        """Environment of a child that sees `devices`, if any. Also changes this process's working directory."""
         with contextlib.suppress(OSError):  # paths are relative to the driver's folder, where this node has it
             os.chdir(self.folder)
         shown = {name: ",".join(devices) for name in self.shown_by if devices}
@@ -176,7 +144,7 @@ class ServerOnNode:
 
     def how_it_ended(self, known: str = "") -> str:
         try:
-            return str(self.held.call("how_it_ended", known, limit_s=_EXIT_S + _ANSWER_S))
+            return str(self.held.call("how_it_ended", known, limit_s=_END_S))
         except (VerlError, TimeoutError) as error:
             return known or str(error)
 
@@ -184,7 +152,7 @@ class ServerOnNode:
         shut_down(self.socket)
         if self.socket is not None:  # else it has not started, and ends with who has to start it
             with contextlib.suppress(VerlError, TimeoutError):
-                self.held.call("stop", limit_s=_EXIT_S + _ANSWER_S)
+                self.held.call("stop", limit_s=_END_S)
         self.held.end()
 
 

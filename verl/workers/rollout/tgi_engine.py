@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from verl.config.rollout import RolloutConfig
+from verl.data.chat import end_marks
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import (
@@ -38,6 +39,8 @@ class TGIEngine(RolloutEngine):
             raise ConfigError("rollout.name=tgi needs actor_rollout_ref.rollout.server.url, such as http://host:8080")
         self.config, self.tokenizer = config, tokenizer
         self.max_model_len = config.max_model_len or config.prompt_length + config.response_length
+        # The server knows the model's own; templates may end answers with another one.
+        self.ends = [token for token in end_marks(tokenizer) if token != tokenizer.eos_token_id]
         self.client = HTTPClient(config.server.url, config.server)
         self.is_tgi: bool | None = None
         self.model: str | None = None
@@ -103,7 +106,7 @@ class TGIEngine(RolloutEngine):
             raise ConfigError("TGI has neither stop_token_ids, min_tokens nor ignore_eos; leave them at their defaults")
         parameters: dict[str, Any] = {
             "max_new_tokens": params.max_tokens, "details": True, "seed": seed, "do_sample": params.temperature > 0,
-            "stop": list(params.stop),
+            "stop": [*params.stop, *map(str, self.tokenizer.convert_ids_to_tokens(self.ends))],
         }  # fmt: skip
         if params.presence_penalty:
             raise ConfigError("TGI has no presence_penalty; leave it out, or use frequency_penalty")
@@ -136,7 +139,8 @@ class TGIEngine(RolloutEngine):
             "temperature": params.temperature, "top_p": params.top_p, "seed": seed, "logprobs": 0,
             "stop": list(params.stop) or None, "return_token_ids": True,
         }  # fmt: skip
-        extra = {"top_k": params.top_k, "min_tokens": params.min_tokens, "stop_token_ids": list(params.stop_token_ids)}
+        extra: dict[str, Any] = {"top_k": params.top_k, "min_tokens": params.min_tokens}
+        extra["stop_token_ids"] = [*params.stop_token_ids, *(() if params.ignore_eos else self.ends)]
         extra |= {"frequency_penalty": params.frequency_penalty, "presence_penalty": params.presence_penalty}
         body |= {name: value for name, value in extra.items() if value not in (-1, 0, [])}
         body |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}

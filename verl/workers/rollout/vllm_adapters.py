@@ -78,7 +78,7 @@ def load_adapters(manager: Any, tensors: dict[str, Tensor]) -> ReadBack:
 
 
 def _compare(manager: Any, sent: dict[str, tuple[str, int | None, Tensor, Tensor]]) -> ReadBack:
-    """What the layers hold of the adapters, by name: layer, number of the joined projection, A and B."""
+    """The adapters in the layers, by name: layer, number of the joined projection, A and B."""
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     wrong, unread = [], []
     for name, (path, number, a, b) in sent.items():

@@ -112,7 +112,7 @@ class DataParallelVLLMEngine(VLLMEngine):
         self._is_paused = False  # vLLM samples when it wakes
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Those of rank 0, then those of each other rank: `data_parallel_size` times as many as `sequences`."""
+        """Log-probs of rank 0, then of each other rank: `data_parallel_size` times as many as `sequences`."""
         ranks = range(self.config.data_parallel_size)
         await self._go_on()
         found = await asyncio.gather(*(self._logprobs_of(list(ids), rank) for rank in ranks for ids in sequences))

@@ -33,7 +33,7 @@ from verl.workers.rollout.vllm_requests import PendingRequest, logprobs_of_promp
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
 # Not replaced by engine_kwargs.
-RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls", "data_parallel_size")
+RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls", "data_parallel_size", "logprobs_mode")
 
 
 def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
@@ -90,8 +90,7 @@ def check_engine_arguments(arguments: dict[str, Any], known: Sequence[str]) -> N
 class VLLMEngine(VLLMProfiling, CopyingEngine):
     """Runs vLLM step by step from the event loop; vLLM itself batches concurrent `generate` calls.
 
-    Log-probs are those of the distribution that is sampled: with `logprobs_mode=processed_logprobs` and top-p or
-    top-k, the truncated distribution.
+    Log-probs are those of every engine (`Completion`), by `vllm_logprobs` in vLLM's workers.
     """
 
     def __init__(

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
-    CPUUnquantizedExperts,
-    cpu_prepack_moe_weight,
-    is_zentorch_moe_supported,
-)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from verl.plugin.library_versions import vllm_cpu_experts
+
+CPU_EXPERTS = vllm_cpu_experts()
 
 Index = tuple[slice | int, ...]
 
@@ -34,12 +33,12 @@ class ExpertLocation(NamedTuple):
     places: list[Place]
 
 
-def packed_experts(module: nn.Module | None) -> CPUUnquantizedExperts | None:
+def packed_experts(module: nn.Module | None) -> Any:
     """The CPU kernel of a layer of joined experts whose packing is known; None for any other module."""
-    if not isinstance(module, RoutedExperts):
+    if CPU_EXPERTS is None or not isinstance(module, RoutedExperts):
         return None
     kernel = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
-    known = isinstance(kernel, CPUUnquantizedExperts) and not is_zentorch_moe_supported(module)
+    known = isinstance(kernel, CPU_EXPERTS.kernel) and not CPU_EXPERTS.packs_otherwise(module)
     return kernel if known else None
 
 
@@ -95,10 +94,11 @@ def unpacked(module: Any, parameter: str) -> Tensor:
 def packing_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
     """(rows * columns,) int64: the place in a plain expert of each value of the packed one."""
     places, words = torch.arange(rows * columns), torch.int32 if dtype.itemsize == 4 else torch.int16
+    assert CPU_EXPERTS is not None, "find_expert names packed layers only"
     order, bits = torch.zeros_like(places), 8 * dtype.itemsize
     for shift in range(0, int(places[-1]).bit_length(), bits):
         part = ((places >> shift) & ((1 << bits) - 1)).to(words).view(dtype).view(1, rows, columns)
-        moved = cpu_prepack_moe_weight(part, isa).view(words).flatten().long() & ((1 << bits) - 1)
+        moved = CPU_EXPERTS.pack(part, isa).view(words).flatten().long() & ((1 << bits) - 1)
         order |= moved << shift
     assert torch.equal(order.sort().values, places), f"packing for {isa} does not only move values"
     return order

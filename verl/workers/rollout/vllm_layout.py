@@ -42,7 +42,7 @@ class WeightPart:
     packed: bool  # only the kernel's own form is left: read it by multiplication
 
     def expected(self, tensor: Tensor, columns: slice | None) -> str | Tensor:
-        """What the layer holds once `tensor` is loaded: its fingerprint, or a copy of these columns."""
+        """The layer's content once `tensor` is loaded: its fingerprint, or a copy of these columns."""
         if columns is None:
             return self.fingerprint(tensor[self.sent].to(self.dtype))
         return tensor[self.sent][:, columns].to(self.dtype, copy=True)
@@ -101,7 +101,7 @@ class WeightReader:
             self.expected[name, part] = arrived if same else part.expected(tensor, columns)
 
     def columns_to_read(self, module: Any) -> slice:
-        """Those of a packed matrix that this update is read back in: all in the first one, then a share of them."""
+        """Columns of a packed matrix to read back now: all at the first publish, then a rotating share."""
         count = num_columns(module)
         if self.num_updates == 0:
             return slice(0, count)
@@ -203,7 +203,7 @@ class WeightReader:
 
 
 def places(module: Any, parameter: str, shard: int | None = None) -> list[Place]:
-    """What this rank holds of a parameter of a layer; with `shard`, of that projection of a fused layer."""
+    """This rank's part of a parameter of a layer; with `shard`, of that projection of a fused layer."""
     if isinstance(module, VocabParallelEmbedding):
         shard_of = module.shard_indices
         count = shard_of.org_vocab_end_index - shard_of.org_vocab_start_index

@@ -28,7 +28,7 @@ class PendingRequest:
             sample.alternatives.append(ranked[:top])
 
     def saved(self) -> dict[str, Any]:
-        """What was sampled so far, as JSON values for `RolloutEngine.in_flight`."""
+        """The tokens sampled so far, as JSON values for `RolloutEngine.in_flight`."""
         samples = [sample.saved() for sample in self.samples]
         return {"request_id": self.request.request_id, "prompt": self.request.prompt_ids, "samples": samples}
 

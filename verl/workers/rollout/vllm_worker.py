@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+import verl.workers.rollout.vllm_logprobs  # noqa: F401 - it changes vLLM's samplers
 from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
 from verl.runtime.wire import deserialize, serialize

@@ -95,10 +95,9 @@ def test_a_float64_model_keeps_its_precision(folder):
     assert outputs[1].dtype == torch.float64 and torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_ranks_that_share_the_parameters_give_the_same_log_probs(folder, strategy):
+def test_ranks_that_share_the_parameters_give_the_same_log_probs(folder):
     settings = {"dtype": "bf16", "model_dtype": "fp32", "head_dtype": "float32"}
-    ranks = run_ranks(2, train, folder, {**settings, "strategy": strategy}, 2)
+    ranks = run_ranks(2, train, folder, settings, 2)
     alone, narrow = (train(folder, {**settings, "head_dtype": dtype}) for dtype in ("float32", "auto"))
     found = torch.cat([torch.from_numpy(rank["before"]) for rank in ranks])
     tokens = (

@@ -12,9 +12,11 @@ from verl.workers.engine.optimizer import (
     LearningRateSchedule,
     build_optimizer,
     clip_gradients,
+    count_lost_updates,
     first_non_finite_gradient,
     gradient_norm,
     learning_rate_factor,
+    sample_updates,
 )
 
 
@@ -128,3 +130,19 @@ def test_the_first_bad_gradient_is_named_in_model_order():
     named = [("a", torch.tensor(1.0)), ("b", torch.tensor(float("inf"))), ("c", torch.tensor(float("nan")))]
     assert first_non_finite_gradient(named) == "b"
     assert first_non_finite_gradient(named[:1]) is None
+
+
+@pytest.mark.parametrize(("lr", "expected"), [(2.0**-6, 0.0), (2.0**-12, 1.0)])
+def test_updates_that_rounding_swallows_are_counted_where_there_is_a_gradient(lr: float, expected: float):
+    parameter = nn.Parameter(torch.ones(40, 30, dtype=torch.bfloat16))  # half a unit in the last place of 1 is 2^-9
+    wide = nn.Parameter(torch.ones(5))
+    parameter.grad, wide.grad = torch.ones_like(parameter), torch.ones_like(wide)
+    parameter.grad[:20] = 0
+    samples = sample_updates([parameter.detach(), wide.detach()], [parameter.grad, wide.grad])
+    torch.optim.SGD([parameter, wide], lr=lr).step()
+    lost, total = count_lost_updates(samples)
+    assert len(samples) == 1 and lost == expected * total and 100 < total < 200
+
+
+def test_parameters_in_float32_are_not_sampled():
+    assert sample_updates([torch.ones(3)], [torch.ones(3)]) == []

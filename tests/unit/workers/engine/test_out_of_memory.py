@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
@@ -223,17 +222,16 @@ STARVED = {
     "copies": ([1], {"fsdp_size": 1}),
 }
 PLACES = ["layer", "backward", "embedding", "after the layers"]
-STRATEGIES = ["fsdp2", "fsdp"]
 
 
-@pytest.mark.parametrize(("who", "place", "strategy"), each_once([*STARVED], PLACES, STRATEGIES))
-def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, who, place, strategy):
+@pytest.mark.parametrize(("who", "place"), each_once([*STARVED], PLACES))
+def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, who, place):
     starved, settings = STARVED[who]
     engine = build_engine(folder)
     logprobs = engine.forward(random_batch())["logprobs"]
     expected, _ = train(engine, random_batch(), MicroBatching(max_tokens=50))
     for rank, (weights, _, (refused, restarts, limit)) in enumerate(
-        run_ranks(2, train_on_two, folder, place, starved, {**settings, "strategy": strategy})
+        run_ranks(2, train_on_two, folder, place, starved, settings)
     ):
         assert (refused > 0) == (rank in starved), "the allocator never failed: this test would prove nothing"
         assert restarts == 1
@@ -246,10 +244,10 @@ def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, 
 COPIES = {"fsdp_size": 2}  # of the parameters, on each two of four ranks
 
 
-@pytest.mark.parametrize(("place", "strategy"), each_once(["layer", "backward", "after the layers"], STRATEGIES))
-def test_a_rank_that_shares_a_copy_of_the_parameters_does_not_keep_the_others_waiting(folder, place, strategy):
+@pytest.mark.parametrize("place", ["layer", "backward", "after the layers"])
+def test_a_rank_that_shares_a_copy_of_the_parameters_does_not_keep_the_others_waiting(folder, place):
     expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
-    for weights, restarts in run_ranks(4, train_on_four, folder, place, {**COPIES, "strategy": strategy}):
+    for weights, restarts in run_ranks(4, train_on_four, folder, place, COPIES):
         assert restarts == 1
         for name, tensor in expected.items():
             torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-10, atol=1e-12)
@@ -265,19 +263,17 @@ def train_on_four(folder, place: str, settings: dict) -> tuple[dict, int]:
     return {n: w.numpy() for n, w in weights.items()}, engine.train_limit.restarts
 
 
-FSDP2_ALLOCATIONS = (  # for an all-gather, after one, for a reduction
+ALLOCATIONS = (  # for an all-gather, after one, for a reduction
     (_fsdp_param_group, "foreach_all_gather"),
     (_fsdp_param_group, "foreach_all_gather_copy_out"),
     (_fsdp_param_group, "foreach_reduce"),
 )
-FSDP1_ALLOCATIONS = ((FlatParamHandle, "_alloc_padded_unsharded_flat_param"),)
 
 
 def gradients_with_a_failed_allocation(folder, settings: dict) -> tuple[dict, list[tuple[dict, int]]]:
     """The gradient without fault, and with rank 1 out of memory in each call of FSDP's own; and its restarts."""
-    allocations = FSDP1_ALLOCATIONS if settings.get("strategy") == "fsdp" else FSDP2_ALLOCATIONS
 
-    def gradients(break_call: int | None = None, where: tuple = allocations[0]) -> tuple[dict, int, int]:
+    def gradients(break_call: int | None = None, where: tuple = ALLOCATIONS[0]) -> tuple[dict, int, int]:
         engine = build_engine(folder, **settings)
         shard = random_batch(seed=dist.get_rank(), shapes=((3, 5), (6, 2), (2, 4), (4, 4)))
         calls, real = [0], getattr(*where)
@@ -297,7 +293,7 @@ def gradients_with_a_failed_allocation(folder, settings: dict) -> tuple[dict, li
         return found, engine.train_limit.restarts, calls[0]
 
     expected, found = gradients()[0], []
-    for where in allocations:
+    for where in ALLOCATIONS:
         for call in range(gradients(None, where)[2]):
             found.append(gradients(call, where)[:2])
     return expected, found
@@ -310,9 +306,6 @@ def gradients_with_a_failed_allocation(folder, settings: dict) -> tuple[dict, li
         ({"forward_prefetch": True}, 15),
         ({"reshard_after_forward": False}, 15),
         ({"fsdp_size": 1}, 3),
-        ({"strategy": "fsdp"}, 6),
-        ({"strategy": "fsdp", "forward_prefetch": True}, 6),
-        ({"strategy": "fsdp", "reshard_after_forward": False}, 3),
     ],
     ids=str,
 )
@@ -335,12 +328,10 @@ def train_sharing(folder, place: str, starved: int, settings: dict) -> tuple[dic
     return {n: w.numpy() for n, w in weights.items()}, len(refused), engine.train_limit.restarts
 
 
-@pytest.mark.parametrize(
-    ("place", "strategy", "sharers"), each_once([*PLACES, "heads"], STRATEGIES, [(2, True), (2, False), (4, True)])
-)
-def test_ranks_that_share_sequences_restart_together(folder, place, strategy, sharers):
+@pytest.mark.parametrize(("place", "sharers"), each_once([*PLACES, "heads"], [(2, True), (2, False), (4, True)]))
+def test_ranks_that_share_sequences_restart_together(folder, place, sharers):
     ranks, checkpointing = sharers
-    settings = {"strategy": strategy, "model": {"enable_gradient_checkpointing": checkpointing}}
+    settings = {"model": {"enable_gradient_checkpointing": checkpointing}}
     expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
     results = run_ranks(ranks, train_sharing, folder, place, ranks - 1, settings)
     for rank, (weights, refused, restarts) in enumerate(results):
@@ -375,7 +366,7 @@ def train_before_torch_2_13(folder) -> str:
 
 def test_an_older_torch_cannot_go_on_after_an_error_in_fsdp2(folder):
     for message in run_ranks(2, train_before_torch_2_13, folder):
-        assert "use torch 2.13 or later, strategy=fsdp, or smaller micro-batches" in message
+        assert "use torch 2.13 or later, or smaller micro-batches" in message
 
 
 def test_other_errors_pass(folder):

@@ -274,25 +274,13 @@ def test_a_save_holds_at_most_one_layer_beyond_the_shards(tmp_path, contents):
         assert most <= (layer if contents == HF else 8192), (most, layer, model)  # what random number generators take
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 2, 4), (1, 6), (5, 1)])
-def test_a_range_of_elements_is_a_few_boxes_in_order(shape):
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    everything = tensor_shards.Box((0,) * len(shape), shape)
-    for start in range(whole.numel() + 1):
-        for stop in range(start, whole.numel() + 1):
-            found = tensor_shards.boxes_of_range(shape, start, stop)
-            flat = [whole[box.slices_in(everything)].flatten() for box in found]
-            assert torch.cat([torch.arange(0), *flat]).tolist() == list(range(start, stop))
-            assert len(found) <= max(1, 2 * len(shape) - 1) and not any(box.is_empty for box in found)
-
-
 def boxes(mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]) -> bool:
     """Whether `local_shard` describes what `distribute_tensor` leaves here."""
     mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     mine = tensor_shards.local_shard(distribute_tensor(whole, mesh, placements), dist.get_rank())
     everywhere = tensor_shards.Box((0,) * len(shape), shape)
-    return torch.equal(mine.local, whole[mine.boxes[0].slices_in(everywhere)]) and mine.shape == shape
+    return torch.equal(mine.local, whole[mine.box.slices_in(everywhere)]) and mine.shape == shape
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 4), (1, 9)])

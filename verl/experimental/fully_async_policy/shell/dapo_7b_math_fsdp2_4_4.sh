@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO on competition mathematics, fully asynchronous: four GPUs train Qwen2.5-Math-7B, four others sample, and neither
-# waits for the other. docs/asynchronous.md says what the keys mean; arXiv 2503.14476, section 4.1 has the algorithm.
+# waits for the other. docs/train/asynchronous.md says what the keys mean; arXiv 2503.14476, section 4.1 has the algorithm.
 #
 #   bash verl/experimental/fully_async_policy/shell/dapo_7b_math_fsdp2_4_4.sh [key=value ...]
 #

@@ -43,7 +43,7 @@ def preload(packages: dict[str, str]) -> None:
 
 
 def address_space_bytes() -> int:
-    """What this process has now, on top of which a program gets its own."""
+    """Address space of this process now; a program gets its own on top."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -25,7 +25,7 @@ EMPTY = {"memory_bytes": 1 << 28, "cpu_s": 1, "scratch_bytes": 1 << 20}  # reque
 
 
 def main() -> None:
-    number, mode, view = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    mode, view, number = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     control = socket.socket(fileno=number)
     sys.argv = ["main.py"]
     program.preload(view["packages"])

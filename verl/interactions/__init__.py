@@ -1,0 +1,1 @@
+"""The door for interactions of your own; everything is defined in `verl.agent.interactions`."""

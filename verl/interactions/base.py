@@ -1,0 +1,5 @@
+"""`BaseInteraction`, where published interactions import it."""
+
+from verl.agent.interactions import BaseInteraction
+
+__all__ = ["BaseInteraction"]
