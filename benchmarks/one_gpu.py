@@ -31,7 +31,7 @@ from verl.commands.quickstart.small_model import make_tokenizer
 from verl.models.decoder.device_graphs import GraphedDecode
 from verl.observe.trackers import read_metrics
 from verl.plugin.platform import get_platform
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 SETTING = Setting("one GPU", COLOCATED, 1, True, median=410, sigma=0.9, most=2048, prompts=16, n=8, lr=1e-6)
 NOISE = "import random\n\n\ndef compute_score(*args, **kwargs):\n    return random.random()\n"

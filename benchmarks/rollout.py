@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.engine_stats import metrics_between
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 PAD, EOS, PROMPT = 95, 96, 32
 

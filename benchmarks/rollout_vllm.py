@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Co
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.engine_stats import metrics_between
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 PAUSE_S = 0.5  # a peer's threads spin for a while after their work
 

@@ -40,8 +40,8 @@ from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.rollout.base import ReadBack
-from verl.workers.rollout.remote_engine import RemoteEngine
-from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
+from verl.workers.rollout.vllm.engine import VLLMEngine
 
 BACKENDS = ("naive", "nccl", "file")
 CONFIG = RolloutConfig(
@@ -146,8 +146,8 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
         await engine.begin_update()
         read_nothing = {"record": lambda *of: None, "compare_and_reset": lambda reader: ReadBack(0)}
         with (
-            patch("verl.workers.rollout.vllm_worker.fingerprint", lambda tensor: ""),
-            patch.multiple("verl.workers.rollout.vllm_layout.WeightReader", **read_nothing),
+            patch("verl.workers.rollout.vllm.worker.fingerprint", lambda tensor: ""),
+            patch.multiple("verl.workers.rollout.vllm.layout.WeightReader", **read_nothing),
         ):
             await engine.load_bucket(weights)
             await engine.finish_update(0)
@@ -218,7 +218,7 @@ def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
 
 def time_of_read_back(sync: CopySync, loop: DriverLoop) -> float:
     """Milliseconds of one publish in which the layers are read back and what they should hold is noted."""
-    from verl.workers.rollout.vllm_layout import WeightReader
+    from verl.workers.rollout.vllm.layout import WeightReader
 
     spent: list[float] = []
 

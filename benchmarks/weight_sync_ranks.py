@@ -35,7 +35,7 @@ from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import build_actor_worker
 from verl.workers.engine_worker import EngineWorker
-from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.router import Router
 
 CASES = ((1, 2), (2, 1), (2, 2))  # ranks, replicas

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from tests.standins import FakeOpenAIServer, FakeServer, FakeSGLangServer, FakeTGIServer
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.native_engine import NativeEngine
-from verl.workers.rollout.sglang_engine import SGLangEngine
-from verl.workers.rollout.tgi_engine import TGIEngine
+from verl.workers.rollout.native.engine import NativeEngine
+from verl.workers.rollout.sglang import SGLangEngine
+from verl.workers.rollout.tgi import TGIEngine
 
 CHARACTERS = [chr(c) for c in range(97, 123)]  # one token per letter
 EOS = len(CHARACTERS)
@@ -56,7 +56,7 @@ VLLM_ENGINES: dict[str, RolloutEngine] = {}  # starting one takes seconds: one p
 
 
 def vllm(config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
-    from verl.workers.rollout.vllm_engine import VLLMEngine
+    from verl.workers.rollout.vllm.engine import VLLMEngine
 
     config = replace(config, enforce_eager=True, kv_cache_bytes=1 << 24, disable_log_stats=False)
     key = f"{config} {model.config}"

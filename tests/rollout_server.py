@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.contract.test_weight_sync import ModuleEngine
 from verl.models.fingerprint import fingerprint
-from verl.workers.rollout import engine_server
 from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.remote import server as engine_server
 
 
 class ReplicaModuleEngine(ModuleEngine):

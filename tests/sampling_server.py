@@ -5,9 +5,9 @@ import os
 
 from tests import rollout_server
 from verl.utils.seeds import derive_seed
-from verl.workers.rollout import engine_server
 from verl.workers.rollout.base import Completion, GenerationRequest, TokenStream
 from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.remote import server as engine_server
 
 TOKEN_S = 0.02  # seconds per token
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from verl.utils.errors import VerlError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 
 class FakeServer(ABC):

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm_server import FAULT_FILE, scale_as_asked
-from verl.workers.rollout import engine_server, vllm_engine
-from verl.workers.rollout.vllm_worker import WeightReceiver
+from verl.workers.rollout.remote import server as engine_server
+from verl.workers.rollout.vllm import engine as vllm_engine
+from verl.workers.rollout.vllm.worker import WeightReceiver
 
 
 class FaultyRank(WeightReceiver):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl.workers.rollout import engine_server
+from verl.workers.rollout.remote import server as engine_server
 
 FAULT_FILE = "VERL_TEST_FAULT_FILE"
 build_vllm_engine = engine_server.build_vllm_engine

@@ -17,7 +17,7 @@ import torch
 from support.jobs import stepper
 
 from verl.config.rollout import RolloutConfig
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 CASE = rollout_benchmark.Case(64, 64, natural=False)
 

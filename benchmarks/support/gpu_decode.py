@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 Arm = Callable[[], contextlib.AbstractContextManager[Any]]
 BASELINE = "now"

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.workers.rollout import vllm_worker
-from verl.workers.rollout.vllm_engine import VLLMEngine
-from verl.workers.rollout.vllm_layout import WeightReader
-from verl.workers.rollout.vllm_worker import WeightReceiver
+from verl.workers.rollout.vllm import worker as vllm_worker
+from verl.workers.rollout.vllm.engine import VLLMEngine
+from verl.workers.rollout.vllm.layout import WeightReader
+from verl.workers.rollout.vllm.worker import WeightReceiver
 
 VARIABLE = "VERL_BENCHMARK_RELOADS"
 seconds = {"engine": 0.0, "fingerprints": 0.0, "read_back": 0.0}

@@ -20,7 +20,7 @@ from scripts.soak.progress import RESULTS, Progress
 from verl.config.rollout import RolloutConfig
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
-from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm.engine import VLLMEngine
 
 VOCAB, CHUNK = 64, 100
 CASES = [(dtype, tied) for dtype in ("float32", "bfloat16") for tied in (True, False)]

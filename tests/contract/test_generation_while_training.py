@@ -8,7 +8,7 @@ import torch
 from tests.rollout_adapters import CONFIG, EOS, small_model
 from verl.runtime.driver_loop import DriverLoop
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 
 async def answers(engine: NativeEngine) -> list[list[Completion]]:

@@ -28,10 +28,10 @@ from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.engine_stats import metrics_between
-from verl.workers.rollout.handshake import new_secret
-from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
+from verl.workers.rollout.remote.handshake import new_secret
+from verl.workers.rollout.remote.process import DriversSettings, ServerOnNode, start_on_node
 from verl.workers.rollout.router import Router
-from verl.workers.rollout.server_process import DriversSettings, ServerOnNode, start_on_node
 
 TIMEOUT_S = 2.0  # without a sign of life
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.rollout_adapters import CONFIG, letters_tokenizer, small_model
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, StaleWeightsError
-from verl.workers.rollout.native_replica import NativeReplica
+from verl.workers.rollout.native.replica import NativeReplica
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5]

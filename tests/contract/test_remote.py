@@ -15,13 +15,13 @@ import pytest
 
 from verl.config.rollout import RolloutConfig
 from verl.plugin.platform import choose_platform
+from verl.runtime.child import Child
 from verl.runtime.wire import deserialize
 from verl.utils.errors import WorkerError
-from verl.workers.rollout.child import Child
-from verl.workers.rollout.engine_server import encode_frame
 from verl.workers.rollout.own_engines import start_all
-from verl.workers.rollout.remote_engine import RemoteEngine
-from verl.workers.rollout.server_process import DriversSettings, LocalServer
+from verl.workers.rollout.remote.engine import RemoteEngine
+from verl.workers.rollout.remote.process import DriversSettings, LocalServer
+from verl.workers.rollout.remote.server import encode_frame
 
 
 def server_of(connection: socket.socket, process: Any, log: Path) -> LocalServer:

@@ -20,8 +20,8 @@ from verl.trainer.ppo.placement import plan_run
 from verl.trainer.ppo.rollout_setup import build_rollout_engine
 from verl.utils.errors import WorkerError
 from verl.weight_sync.logprob_probe import LogprobProbe
-from verl.workers.rollout import remote_engine
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
+from verl.workers.rollout.remote import engine as remote_engine
 from verl.workers.rollout.router import Router
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -41,7 +41,7 @@ from verl.rewards.reward_servers import (
 )
 from verl.rewards.servers_on_nodes import start_servers_on_nodes
 from verl.utils.errors import RewardError, TransportError
-from verl.workers.rollout.http_server import HTTPServerProcess, free_port
+from verl.workers.rollout.remote.http_server import HTTPServerProcess, free_port
 
 KEY = "reward.reward_model"
 SERVER = """
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(stand_ins)
 def test_a_server_ends_when_whoever_started_it_is_killed(tmp_path: Path, killed: str):
     (tmp_path / "server.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     program = (
-        "import os, sys, time\nfrom verl.workers.rollout.http_server import HTTPServerProcess\n"
+        "import os, sys, time\nfrom verl.workers.rollout.remote.http_server import HTTPServerProcess\n"
         "s = HTTPServerProcess('s', [sys.executable, 'server.py'], dict(os.environ), 1)\ntime.sleep(600)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)

@@ -36,8 +36,8 @@ from verl.workers.rollout.base import GenerationRequest, RolloutEngine, Sampling
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.registry import EngineInputs, find_rollout_engine
 from verl.workers.rollout.router import Router
-from verl.workers.rollout.sglang_engine import SGLangEngine, command_line, sglang_arguments
-from verl.workers.rollout.tgi_engine import TGIEngine
+from verl.workers.rollout.sglang import SGLangEngine, command_line, sglang_arguments
+from verl.workers.rollout.tgi import TGIEngine
 
 VERSION = "0.5.23"
 PROFILED = ProfilerConfig(

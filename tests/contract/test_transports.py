@@ -32,7 +32,7 @@ from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.rollout.base import StaleWeightsError
-from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.router import Router
 
 BACKENDS = ["naive", "nccl", "file"]

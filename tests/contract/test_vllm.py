@@ -31,9 +31,9 @@ from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, StaleWeightsError
-from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.router import Router
-from verl.workers.rollout.vllm_engine import VLLMEngine, vllm_arguments
+from verl.workers.rollout.vllm.engine import VLLMEngine, vllm_arguments
 
 SMALL = replace(
     CONFIG, name="vllm", enforce_eager=True, kv_cache_bytes=1 << 24, disable_log_stats=False, prompt_length=1000
@@ -134,7 +134,7 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
         assert receipt.probes[0].difference < 1e-5 and completion.policy_version == (version, version)
     step(model)
     if tied:  # what a reload of vLLM's leaves behind on a CPU
-        import verl.workers.rollout.vllm_worker as worker
+        import verl.workers.rollout.vllm.worker as worker
 
         monkeypatch.setattr(worker, "refresh_tied_weights", lambda model: None)
         with pytest.raises(StaleWeightsError, match="lm_head computes with another"):

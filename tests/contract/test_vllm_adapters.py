@@ -27,9 +27,9 @@ from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
-from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.router import Router
-from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}

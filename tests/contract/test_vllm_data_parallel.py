@@ -28,8 +28,8 @@ from verl.runtime.rank_processes import family
 from verl.utils.errors import ReplicaError
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, StaleWeightsError
-from verl.workers.rollout.remote_engine import RemoteEngine
-from verl.workers.rollout.vllm_engine import vllm_arguments
+from verl.workers.rollout.remote.engine import RemoteEngine
+from verl.workers.rollout.vllm.engine import vllm_arguments
 
 pytestmark = pytest.mark.vllm
 TWO = replace(SMALL, data_parallel_size=2, prompt_length=8000, kv_cache_bytes=1 << 26)

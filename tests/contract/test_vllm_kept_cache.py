@@ -16,10 +16,10 @@ from tests.rollout_adapters import EOS, letters_tokenizer, own_logprobs, small_m
 from tests.unit.workers.rollout.test_kept_cache import version
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.reissuing import ReissuingEngine
-from verl.workers.rollout.remote_engine import RemoteEngine
-from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
+from verl.workers.rollout.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 KEEPING = replace(SMALL, kv_cache_on_publish="keep_kv", max_num_seqs=4)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.conftest import skip_without_vllm
 from tests.pretrained import QUESTIONS, assert_saved_as_published, ids_of, logprobs_alone, train_two_steps
 from verl.config.rollout import RolloutConfig
-from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 ROLLOUT = "actor_rollout_ref.rollout"

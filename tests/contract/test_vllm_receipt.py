@@ -25,9 +25,9 @@ from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
-from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.router import Router
-from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 SMALL = replace(CONFIG, name="vllm", enforce_eager=True, kv_cache_bytes=1 << 24, prompt_length=1000)
@@ -188,7 +188,7 @@ def test_one_wrong_weight_is_caught_as_soon_as_its_share_of_the_columns_is_read(
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 100])
 def test_every_column_of_a_packed_matrix_is_read_within_one_round_of_shares(columns: int):
-    from verl.workers.rollout.vllm_layout import WeightReader
+    from verl.workers.rollout.vllm.layout import WeightReader
 
     reader, layer = WeightReader(torch.nn.Module()), SimpleNamespace(embedding_dim=columns)
     assert reader.columns_to_read(layer) == slice(0, columns)
@@ -243,7 +243,7 @@ def test_experts_are_read_back_one_by_one_and_compute_what_was_sent(
     with pytest.raises(StaleWeightsError, match=r"64 of 512 rows of model.layers.1.mlp.experts.routed_experts.w13"):
         asyncio.run(CopySync(lambda: kept, engine).publish(2))
     # as vLLM itself leaves them
-    monkeypatch.setattr("verl.workers.rollout.vllm_worker.repack_experts", lambda model: None)
+    monkeypatch.setattr("verl.workers.rollout.vllm.worker.repack_experts", lambda model: None)
     with pytest.raises(StaleWeightsError, match="routed_experts computes with another"):
         asyncio.run(sync.publish(3))
 

@@ -11,7 +11,7 @@ from tests.e2e import jobs
 from verl.trainer import main_ppo, sft, sft_trainer
 from verl.trainer.checkpoints import complete_steps
 from verl.trainer.ppo import run_setup, training_run
-from verl.workers.rollout.native_core import NativeCore
+from verl.workers.rollout.native.core import NativeCore
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from verl.trainer.sft_trainer import run_sft
 from verl.weight_sync.base import Receipt
 from verl.weight_sync.logprob_probe import ProbeResult
 from verl.workers.rollout.engine_stats import metrics_between
-from verl.workers.rollout.vllm_engine import SchedulerStatistics
+from verl.workers.rollout.vllm.engine import SchedulerStatistics
 
 ARR = "actor_rollout_ref"
 EVERYTHING = [

@@ -14,7 +14,7 @@ from verl.trainer.ppo import rollout_setup
 from verl.utils.errors import ConfigError, PluginError, VerlError
 from verl.workers.rollout import registry
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.registry import EngineInputs, Weights, find_rollout_engine, register_rollout_engine
 
 THEIRS = '''
@@ -23,7 +23,7 @@ import pathlib
 
 from verl.models.load import load_causal_lm
 from verl.workers.rollout.base import CopyingEngine
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.registry import register_rollout_engine
 
 

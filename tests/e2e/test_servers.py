@@ -33,7 +33,7 @@ from verl.models.load import load_tokenizer
 from verl.trainer.ppo.rollout_setup import build_standalone_engine, training_sampling
 from verl.utils.errors import DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 ARR = "actor_rollout_ref"
 

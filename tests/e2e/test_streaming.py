@@ -15,7 +15,7 @@ from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
 from verl.models.load import load_tokenizer
 from verl.trainer.ppo.rollout_setup import build_standalone_engine
-from verl.workers.rollout.native_core import NativeCore
+from verl.workers.rollout.native.core import NativeCore
 
 ARR = "actor_rollout_ref"
 LONG = 48  # tokens of an answer

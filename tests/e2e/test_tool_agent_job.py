@@ -19,7 +19,7 @@ from tests.e2e.test_async_runs import assert_old_logprobs_of_each_version
 from verl.commands.quickstart.small_model import small_qwen3
 from verl.observe.ledger import read_ledger
 from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k_multiturn_w_tool"
 PAD, END, ASSISTANT, TOOL = "<pad>", "<end>", "<assistant>", "<tool>"

@@ -14,7 +14,7 @@ from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -17,7 +17,7 @@ from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 LENGTH = 12
 CLOSE = 1e-3  # logits of two tokens: either may be the greedy one

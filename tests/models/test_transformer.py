@@ -19,7 +19,7 @@ from verl.models.registry import FAMILIES, Family, capability_table, make_packed
 from verl.plugin.library_versions import give_weights_one_dtype
 from verl.utils.errors import PluginError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}

@@ -17,7 +17,7 @@ from verl.rewards.conversation_tokens import ConversationTokens, other_tokenizer
 from verl.rewards.model_reward import ModelReward
 from verl.rewards.run_scorer import rules_of
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.http_server import HOST
+from verl.workers.rollout.remote.http_server import HOST
 
 KEY = "reward.reward_model.model_path"
 ROUTER_ADDRESS = "reward_router_address"  # keyword of a function that asks a judge

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from verl.config.reward import RewardConfig, ScoringModelConfig, reward_model_place
 from verl.plugin.platform import get_platform
 from verl.utils.errors import RewardError, TransportError
-from verl.workers.rollout.http_server import HOST, HTTPServerProcess, free_port
-from verl.workers.rollout.sglang_engine import command_line
+from verl.workers.rollout.remote.http_server import HOST, HTTPServerProcess, free_port
+from verl.workers.rollout.sglang import command_line
 
 NAME, LARGEST_REQUEST = "reward_model", 256  # sequences
 WAIT_KEY = "reward.reward_model.rollout.server.max_start_wait_time"

@@ -26,8 +26,8 @@ from verl.rewards.calls import (
 )
 from verl.rewards.scoring_child import ScorerSource
 from verl.rewards.worker_slots import OfProcess
+from verl.runtime.child import ChildLostError
 from verl.runtime.event_loop import EventLoopThread
-from verl.workers.rollout.child import ChildLostError
 
 GRACE_S = 4.0  # beyond its limit, for an async call to end when it is cancelled
 SILENT_S = 1.0  # beyond the limit of a call, in which a child may give no sign of life

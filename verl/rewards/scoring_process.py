@@ -12,8 +12,8 @@ from typing import Any
 
 from verl.rewards.scoring_child import ScorerSource, ScoringChild
 from verl.rewards.scoring_pool import Reply, Request
+from verl.runtime.child import Child, ChildLostError, finds_verl
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.child import Child, ChildLostError, finds_verl
 
 START_LIMIT_S = 300.0  # of a process that loads the function, and what that imports
 

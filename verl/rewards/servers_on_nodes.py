@@ -14,8 +14,8 @@ from verl.config.reward import ScoringModelConfig
 from verl.rewards.reward_servers import PlannedServer, RewardServers, Server
 from verl.runtime.group import ANSWER_S, ObjectOnNode
 from verl.utils.errors import TransportError, VerlError
-from verl.workers.rollout.http_server import HOST, HTTPServerProcess, free_port
-from verl.workers.rollout.server_process import DriversSettings
+from verl.workers.rollout.remote.http_server import HOST, HTTPServerProcess, free_port
+from verl.workers.rollout.remote.process import DriversSettings
 
 START_S = 180.0  # until the object is there
 END_S = 15.0  # until the server has ended

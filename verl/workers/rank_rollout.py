@@ -11,7 +11,7 @@ from verl.models.load import build_config, load_causal_lm, load_tokenizer
 from verl.workers.engine.base import BaseEngine
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, rollout_dtype
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.native_engine import in_place_inputs
+from verl.workers.rollout.native.engine import in_place_inputs
 from verl.workers.rollout.registry import find_rollout_engine
 
 

@@ -16,7 +16,7 @@ from verl.models.decoder.generic import GenericDecoder
 from verl.models.decoder.lean_weights import why_not_lean
 from verl.models.decoder.weight_layouts import WeightLayout
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -19,8 +19,8 @@ from verl.models.export import export_config_and_tokenizer
 from verl.models.load import describe_ends, load_causal_lm
 from verl.trainer.ppo.rollout_setup import copied_inputs
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import eos_ids
-from verl.workers.rollout.tgi_engine import TGIEngine
+from verl.workers.rollout.native.engine import eos_ids
+from verl.workers.rollout.tgi import TGIEngine
 
 OLD, MARK = 14, 15  # what the model's files name, and what the template writes
 

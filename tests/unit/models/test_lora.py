@@ -28,7 +28,7 @@ from verl.data.micro_batches import MicroBatching
 from verl.trainer.ppo.rollout_setup import build_standalone_engine
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 RANK, ALPHA = 4, 10
 LORA = {"lora_rank": RANK, "lora_alpha": ALPHA}

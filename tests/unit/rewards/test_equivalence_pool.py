@@ -16,8 +16,8 @@ from verl.rewards.scorer_lookup import find_scorer
 from verl.rewards.scorers import equivalence_pool
 from verl.rewards.scorers.equivalence_pool import EquivalencePool, shared_pool
 from verl.rewards.scorers.math_reward import score_answer
+from verl.runtime.child import AskedChild
 from verl.utils.errors import ConfigError, DataError
-from verl.workers.rollout.child import AskedChild
 
 HANGS = "9^{9^{9^{9}}}"
 

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import ROOT
 
 # May name the device: platforms, and the adapters of engines that run there.
-EXEMPT = ("verl/plugin/", "verl/workers/rollout/vllm_engine.py", "verl/workers/rollout/sglang_engine.py")
+EXEMPT = ("verl/plugin/", "verl/workers/rollout/vllm/engine.py", "verl/workers/rollout/sglang.py")
 # Names of the device that assume nothing, and why: {file: (how many, why)}.
 ALLOWED = {
     "verl/checkpoint_engine/shared_memory.py": (1, "torch has handles of device memory for this device only"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.workers.rollout.child import AskedChild, Child, ChildLateError, ChildLostError
+from verl.runtime.child import AskedChild, Child, ChildLateError, ChildLostError
 
 ECHO = """
 import os, sys, time
@@ -58,7 +58,7 @@ def test_a_child_beyond_its_limit_of_the_clock_or_of_the_processor_is_late(asked
 def test_a_caller_that_was_suspended_makes_no_child_late(asked):
     """The program that asks is stopped, as by Ctrl-Z, for longer than the limit."""
     program = (
-        "import os, sys, time\nfrom verl.workers.rollout.child import AskedChild\n"
+        "import os, sys, time\nfrom verl.runtime.child import AskedChild\n"
         f"child = AskedChild([sys.executable, '-c', {ECHO.replace('upper()', 'lower()')!r}], os.environ)\n"
         "child.ask(b'first', 60.0)\nprint('ready', flush=True)\nsys.stdin.readline()\n"
         "print(child.ask(b'second', 0.8), flush=True)\n"

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.rewards.worker_slots import OfProcess, WorkerSlots
+from verl.runtime.child import Child
 from verl.utils.cores import num_cores
 from verl.utils.errors import RewardError
-from verl.workers.rollout.child import Child
 
 logger = logging.getLogger(__name__)
 

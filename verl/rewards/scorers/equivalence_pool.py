@@ -14,9 +14,9 @@ import threading
 from pathlib import Path
 
 from verl.rewards.worker_slots import OfProcess, WorkerSlots
+from verl.runtime.child import AskedChild, ChildLateError, ChildLostError
 from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.child import AskedChild, ChildLateError, ChildLostError
 
 LIMIT_S = 2.0  # processor seconds of one comparison
 WALL_FACTOR = 5  # a comparison on a busy machine gets this many times the limit on the clock

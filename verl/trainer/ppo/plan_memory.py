@@ -21,7 +21,7 @@ from verl.trainer.ppo.plan import REWARD_MODEL, ROLLOUT, Plan, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.adapters import publishes_adapters
 from verl.workers.rollout.base import rollout_dtype
-from verl.workers.rollout.cache_limits import CPU_CACHE_BYTES
+from verl.workers.rollout.native.cache_limits import CPU_CACHE_BYTES
 from verl.workers.rollout.registry import Weights, rollout_engine_of
 
 STATES_OF_OPTIMIZER = {"SGD": 0, "RMSprop": 1, "Adagrad": 1}  # numbers a parameter; Adam and its relatives have 2

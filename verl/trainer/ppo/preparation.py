@@ -57,8 +57,8 @@ from verl.utils.external_code import import_external
 from verl.utils.paths import make_writable_folder
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.rng import seed_generators
-from verl.workers.rollout.http_server import free_port
 from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.remote.http_server import free_port
 
 LENGTH_KEYS = "data.max_prompt_length + data.max_response_length"
 

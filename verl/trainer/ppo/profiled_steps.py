@@ -16,7 +16,7 @@ from verl.trainer.ppo.placement import is_this_process, plan_run, pools_of
 from verl.trainer.ppo.plan import Plan
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.server_profiles import ProfiledServer
+from verl.workers.rollout.remote.profiles import ProfiledServer
 
 
 class ReplicaProfiles:

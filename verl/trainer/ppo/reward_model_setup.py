@@ -19,7 +19,7 @@ from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.preparation import Preparation
 from verl.trainer.ppo.trajectory_source import RewardModelServing
 from verl.workers.reward_model import RewardModel
-from verl.workers.rollout.server_process import DriversSettings
+from verl.workers.rollout.remote.process import DriversSettings
 
 
 class ScoringRanks:

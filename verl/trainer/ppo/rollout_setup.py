@@ -32,8 +32,7 @@ from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import Actor
 from verl.workers.rollout.adapters import adapter_arguments, publishes_adapters
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
-from verl.workers.rollout.handshake import new_secret
-from verl.workers.rollout.native_engine import in_place_inputs
+from verl.workers.rollout.native.engine import in_place_inputs
 from verl.workers.rollout.registry import (
     EngineInputs,
     Weights,
@@ -41,7 +40,8 @@ from verl.workers.rollout.registry import (
     rollout_engine_of,
     why_not_trained,
 )
-from verl.workers.rollout.server_process import DriversSettings, ServerOnNode, start_on_node
+from verl.workers.rollout.remote.handshake import new_secret
+from verl.workers.rollout.remote.process import DriversSettings, ServerOnNode, start_on_node
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ register_keeps_cache("native", "vllm")
 @register_apart("native")
 def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
     """A process per replica, which sees the replica's devices alone; one that is lost is replaced."""
-    from verl.workers.rollout.remote_engine import RemoteEngine
+    from verl.workers.rollout.remote.engine import RemoteEngine
 
     config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
 
@@ -38,7 +38,7 @@ def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
 @register_rollout_engine("native", "hf", weights=Weights.IN_PLACE)
 def build_native(inputs: EngineInputs) -> "RolloutEngine":
     """Continuous batching on the trainer's module."""
-    from verl.workers.rollout.native_engine import NativeEngine
+    from verl.workers.rollout.native.engine import NativeEngine
 
     assert inputs.module is not None
     return NativeEngine(inputs.config, inputs.module, inputs.tokenizer, inputs.device, inputs.eos_token_ids)
@@ -59,7 +59,7 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     size = config.tensor_model_parallel_size * config.data_parallel_size
     alone = inputs.num_replicas == size == 1 and not inputs.devices
     if alone and config.server.python is None and inputs.start_server is None:
-        from verl.workers.rollout.vllm_engine import VLLMEngine
+        from verl.workers.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(config, inputs.model_path, inputs.tokenizer, inputs.eos_token_ids)
     return in_own_processes(inputs)
@@ -77,7 +77,7 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
 )
 def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
     """SGLang servers, started or joined."""
-    from verl.workers.rollout.sglang_engine import SGLangEngine
+    from verl.workers.rollout.sglang import SGLangEngine
 
     config = inputs.config
     if config.server.url is not None and inputs.num_replicas > 1:
@@ -97,7 +97,7 @@ def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
 @register_rollout_engine("tgi", weights=Weights.REMOTE)
 def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
     """A client of a running TGI or OpenAI-compatible server."""
-    from verl.workers.rollout.tgi_engine import TGIEngine
+    from verl.workers.rollout.tgi import TGIEngine
 
     return TGIEngine(inputs.config, inputs.tokenizer)
 

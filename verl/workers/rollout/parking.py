@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from verl.workers.rollout.base import Completion
-from verl.workers.rollout.scheduler import ParkedSequence, PrefillRequest, RequestState, RunningSequence
+from verl.workers.rollout.native.scheduler import ParkedSequence, PrefillRequest, RequestState, RunningSequence
 
 
 class Parking:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from verl.config import ActorRolloutRefConfig
     from verl.workers.rollout.base import RolloutEngine
-    from verl.workers.rollout.server_process import Server
+    from verl.workers.rollout.remote.process import Server
 
 
 class Weights(StrEnum):

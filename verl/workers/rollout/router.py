@@ -16,7 +16,7 @@ from verl.utils.errors import ReplicaError, WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.least_loaded import LeastLoaded
-from verl.workers.rollout.server_profiles import ProfiledServer
+from verl.workers.rollout.remote.profiles import ProfiledServer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

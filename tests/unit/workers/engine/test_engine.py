@@ -22,7 +22,7 @@ from verl.data.micro_batches import MicroBatching
 from verl.models.load import load_tokenizer, load_value_model
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.engine.micro_batch_forward import limit_to_cpu_cache
-from verl.workers.rollout.native_engine import parameter_versions
+from verl.workers.rollout.native.engine import parameter_versions
 
 HEADS = ["eager", "chunked", "fused"]
 

@@ -7,7 +7,7 @@ import pytest
 from tests.engine_work import work_of
 from tests.unit.workers.rollout.test_native_engine import CONFIG, ask, complete, model  # noqa: F401
 from verl.workers.rollout.engine_stats import DecodeTimes, EngineStats, metrics_between
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 
 def replica(tokens: int, steps: int, used: float) -> EngineStats:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from verl.utils.errors import TransportError
-from verl.workers.rollout import engine_server
-from verl.workers.rollout.handshake import accept_trainer, connect_to_server, new_secret
+from verl.workers.rollout.remote import server as engine_server
+from verl.workers.rollout.remote.handshake import accept_trainer, connect_to_server, new_secret
 
 SECRET = new_secret()
 Address = tuple[str, int]
@@ -134,7 +134,7 @@ def test_a_frame_that_is_too_large_is_refused_before_it_is_read():
 
 
 def test_the_secret_comes_over_the_standard_input_and_the_server_ends_with_who_has_started_it(tmp_path: Path):
-    program = "import time; from verl.workers.rollout.engine_server import read_secret\n"
+    program = "import time; from verl.workers.rollout.remote.server import read_secret\n"
     program += "print(read_secret().hex(), flush=True); time.sleep(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True

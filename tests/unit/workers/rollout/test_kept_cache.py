@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from tests.mixed_weights import mixed_logprobs
 from tests.rollout_adapters import CONFIG, PROMPT, letters_tokenizer, own_logprobs, small_model
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
-from verl.workers.rollout.native_replica import NativeReplica
+from verl.workers.rollout.native.engine import NativeEngine
+from verl.workers.rollout.native.replica import NativeReplica
 from verl.workers.rollout.reissuing import ReissuingEngine
 
 KEEPING = replace(CONFIG, kv_cache_on_publish="keep_kv")

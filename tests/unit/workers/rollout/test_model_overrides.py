@@ -13,9 +13,9 @@ from verl.models.load import build_config, load_causal_lm
 from verl.trainer.ppo.needs import check_rollout_logprobs
 from verl.trainer.ppo.rollout_setup import build_standalone_engine, copied_inputs
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_replica import NativeReplica
-from verl.workers.rollout.sglang_engine import command_line, sglang_arguments
-from verl.workers.rollout.vllm_engine import vllm_arguments
+from verl.workers.rollout.native.replica import NativeReplica
+from verl.workers.rollout.sglang import command_line, sglang_arguments
+from verl.workers.rollout.vllm.engine import vllm_arguments
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OVERRIDE = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rms_norm_eps": 0.5}

@@ -11,7 +11,7 @@ from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 CONFIG = RolloutConfig(dtype="float32", prompt_length=8, response_length=8, max_num_seqs=8)
 

@@ -14,7 +14,7 @@ from verl.config.rollout import RolloutConfig
 from verl.models.decoder.lean_weights import named_tensors
 from verl.weight_sync.in_place_sync import InPlaceSync
 from verl.workers.rollout.base import StaleWeightsError
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 
 def make(train: torch.dtype, rollout: str, kind: type = Qwen2ForCausalLM) -> tuple[PreTrainedModel, NativeEngine]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.rollout_adapters import CONFIG, PROMPT, letters_tokenizer, small_model
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 
 POLICIES = ("recompute", "keep_kv")
 SAMPLING = SamplingParams(n=3, max_tokens=20, ignore_eos=True)

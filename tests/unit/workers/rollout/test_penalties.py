@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.sampling import add_bias, most_likely, penalise
+from verl.workers.rollout.native.sampling import add_bias, most_likely, penalise
 
 
 @pytest.mark.parametrize(

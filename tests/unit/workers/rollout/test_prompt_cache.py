@@ -10,9 +10,9 @@ from tests.engine_work import work_of
 from tests.unit.models.test_decoder import LEAN, largest_error, tiny_model
 from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
-from verl.workers.rollout import native_core
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native import core as native_core
+from verl.workers.rollout.native.engine import NativeEngine
 
 NAMES = ["qwen3, tied", "qwen2, biases", "llama, yarn, gelu, biases, no groups"]
 SHAPES = [(20, 4), (5, 1), (31, 3), (20, 1), (12, 6), (31, 5), (40, 4), (9, 2)]  # prompt tokens, samples

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, own_logprobs, small_model
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
+from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.reissuing import ReissuingEngine
 
 SAMPLING = SamplingParams(n=3, max_tokens=20, ignore_eos=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.data.random_streams import stream_key, uniforms
-from verl.workers.rollout.sampling import SamplingTensors, restrict, sample
+from verl.workers.rollout.native.sampling import SamplingTensors, restrict, sample
 
 NONE = SamplingTensors()
 

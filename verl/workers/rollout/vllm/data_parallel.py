@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from verl.runtime.wire import deserialize, serialize
-from verl.workers.rollout.vllm_engine import VLLMEngine
-from verl.workers.rollout.vllm_requests import logprobs_of_prompt
+from verl.workers.rollout.vllm.engine import VLLMEngine
+from verl.workers.rollout.vllm.requests import logprobs_of_prompt
 
 
 class DataParallelVLLMEngine(VLLMEngine):

@@ -19,7 +19,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, ReadBack, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.native_engine import NativeEngine, eos_ids
+from verl.workers.rollout.native.engine import NativeEngine, eos_ids
 
 
 class NativeReplica(CopyingEngine):

@@ -15,8 +15,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from verl.runtime.child import Child
 from verl.utils.errors import TransportError
-from verl.workers.rollout.child import Child
 
 HOST = "127.0.0.1"
 _POLL_S, _EXIT_S = 0.2, 10.0
@@ -37,7 +37,7 @@ class HTTPServerProcess:
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, host: str = HOST):
         self.name, self.address = name, f"{host}:{port}"
         self.url = f"http://{self.address}"
-        watched = [sys.executable, "-m", "verl.workers.rollout.http_server", *command]
+        watched = [sys.executable, "-m", "verl.workers.rollout.remote.http_server", *command]
         self.child = Child(watched, environment, stdin=subprocess.PIPE, log_prefix="verl-served-")
         self.process = self.child.process
 

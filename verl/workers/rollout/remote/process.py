@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verl.plugin.platform import PlatformBase
+from verl.runtime.child import Child, finds_verl
 from verl.runtime.group import ObjectOnNode
 from verl.runtime.rank_processes import Counters, family, waits_for_disk
 from verl.utils.errors import VerlError
-from verl.workers.rollout.child import Child, finds_verl
-from verl.workers.rollout.handshake import connect_to_server
+from verl.workers.rollout.remote.handshake import connect_to_server
 
 _END_S = 15.0  # that the machine of a server may take to say how it ended
 
@@ -32,7 +32,7 @@ class LocalServer:
         else:
             theirs = socket.create_server((address, 0))
             self.address = theirs.getsockname()[:2]
-        server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
+        server = [python or sys.executable, "-m", "verl.workers.rollout.remote.server"]
         flag, stdin = ("--descriptor", subprocess.DEVNULL) if address is None else ("--listener", subprocess.PIPE)
         self.child = Child([*server, flag], finds_verl(environment), theirs, stdin, log_prefix="verl-rollout-")
         self.process = self.child.process

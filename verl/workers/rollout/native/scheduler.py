@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.data.random_streams import stream_key
 from verl.models.decoder.prompt_cache import PromptSharing
 from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest
-from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise, sample
+from verl.workers.rollout.native.sampling import SamplingTensors, add_bias, most_likely, penalise, sample
 
 
 @dataclass

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from verl.models.fingerprint import fingerprint
 from verl.workers.rollout.base import ReadBack
-from verl.workers.rollout.vllm_experts import Index, Place, find_expert, packed_experts, unpacked
+from verl.workers.rollout.vllm.experts import Index, Place, find_expert, packed_experts, unpacked
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 UNIT_VECTORS = 512  # at a time: bounds the memory of their outputs

@@ -37,8 +37,8 @@ from verl.workers.rollout.base import (
     rollout_dtype,
 )
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.http_client import HTTPClient
-from verl.workers.rollout.server_profiles import ProfiledServer, profile_folder
+from verl.workers.rollout.remote.http_client import HTTPClient
+from verl.workers.rollout.remote.profiles import ProfiledServer, profile_folder
 
 RESERVED_ARGUMENTS = ("model_path", "host", "port")
 

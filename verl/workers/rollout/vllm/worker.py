@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-import verl.workers.rollout.vllm_logprobs  # noqa: F401 - it changes vLLM's samplers
+import verl.workers.rollout.vllm.logprobs  # noqa: F401 - it changes vLLM's samplers
 from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
 from verl.runtime.wire import deserialize, serialize
 from verl.workers.rollout.base import ReadBack
-from verl.workers.rollout.vllm_adapters import load_adapters, plain_layers
-from verl.workers.rollout.vllm_experts import repack_experts
-from verl.workers.rollout.vllm_layout import WeightReader
+from verl.workers.rollout.vllm.adapters import load_adapters, plain_layers
+from verl.workers.rollout.vllm.experts import repack_experts
+from verl.workers.rollout.vllm.layout import WeightReader
 
 # It warns at each publish of layers that get nothing, such as tied heads. `verl_finish` reports missing parameters.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)

@@ -28,10 +28,10 @@ from verl.workers.rollout.base import (
     TokenCallback,
     rollout_dtype,
 )
-from verl.workers.rollout.engine_server import HEADER_BYTES, encode_frame, frame_bytes
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.server_process import LocalServer, Server
-from verl.workers.rollout.server_profiles import ProfiledServer
+from verl.workers.rollout.remote.process import LocalServer, Server
+from verl.workers.rollout.remote.profiles import ProfiledServer
+from verl.workers.rollout.remote.server import HEADER_BYTES, encode_frame, frame_bytes
 
 _CLOSE_S = 5.0  # for the thread that reads, once its process has ended
 _SIGN_OF_LIFE = 0  # the number of calls whose answers nobody awaits

@@ -27,11 +27,11 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
 from verl.workers.rollout.partial_answer import PartialAnswer
-from verl.workers.rollout.server_profiles import VLLMProfiling, vllm_profiler
+from verl.workers.rollout.remote.profiles import VLLMProfiling, vllm_profiler
 from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
-from verl.workers.rollout.vllm_requests import PendingRequest, logprobs_of_prompt, sampling_params
+from verl.workers.rollout.vllm.requests import PendingRequest, logprobs_of_prompt, sampling_params
 
-WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
+WORKER_EXTENSION = "verl.workers.rollout.vllm.worker.WeightReceiver"
 # Not replaced by engine_kwargs.
 RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls", "data_parallel_size", "logprobs_mode")
 
@@ -255,7 +255,7 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
             read_back.check(f"replica {self.replica}, rank {rank}", version)
         self.read_back = min(by_rank, key=lambda held: held.num_tensors)
         if self.read_back.num_adapters:
-            from verl.workers.rollout.vllm_adapters import request_of
+            from verl.workers.rollout.vllm.adapters import request_of
 
             self._adapters = request_of(version)
         if not (self._keeps_cache and self._pending):

@@ -24,9 +24,9 @@ from verl.workers.rollout.base import (
     StaleWeightsError,
     rollout_dtype,
 )
-from verl.workers.rollout.cache_limits import cache_limits
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.native_core import NativeCore
+from verl.workers.rollout.native.cache_limits import cache_limits
+from verl.workers.rollout.native.core import NativeCore
 from verl.workers.rollout.registry import EngineInputs
 
 

@@ -17,8 +17,8 @@ from verl.config.rollout import RolloutConfig
 from verl.runtime.wire import deserialize, serialize
 from verl.utils.errors import TransportError, VerlError
 from verl.workers.rollout.base import CopyingEngine
-from verl.workers.rollout.handshake import SECRET_BYTES, accept_trainer
-from verl.workers.rollout.server_profiles import VLLMProfiling
+from verl.workers.rollout.remote.handshake import SECRET_BYTES, accept_trainer
+from verl.workers.rollout.remote.profiles import VLLMProfiling
 
 HEADER_BYTES = 8  # bytes of a frame's length, little-endian
 MAX_FRAME_BYTES = 1 << 30  # more is no frame of ours
@@ -41,8 +41,8 @@ def build_vllm_engine(config: RolloutConfig, model_path: str, eos_token_ids: lis
     """The vLLM engine of one replica."""
     from transformers import AutoTokenizer
 
-    from verl.workers.rollout.vllm_data_parallel import DataParallelVLLMEngine
-    from verl.workers.rollout.vllm_engine import VLLMEngine
+    from verl.workers.rollout.vllm.data_parallel import DataParallelVLLMEngine
+    from verl.workers.rollout.vllm.engine import VLLMEngine
 
     engine = VLLMEngine if config.data_parallel_size == 1 else DataParallelVLLMEngine
     tokenizer = None
@@ -57,7 +57,7 @@ def build_native_engine(
     """The native engine of one replica."""
     from transformers import AutoTokenizer
 
-    from verl.workers.rollout.native_replica import NativeReplica
+    from verl.workers.rollout.native.replica import NativeReplica
 
     tokenizer = None
     if any(Path(model_path).glob("tokenizer*")):
@@ -69,7 +69,7 @@ def build_sglang_engine(
     config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int
 ) -> CopyingEngine:
     """The SGLang engine of one replica, which has started. This process ends with SGLang, whose output says why."""
-    from verl.workers.rollout.sglang_engine import SGLangEngine
+    from verl.workers.rollout.sglang import SGLangEngine
 
     engine = SGLangEngine(config, model_path, eos_token_ids, replica)
     server = engine.process
