@@ -1,10 +1,14 @@
-"""What CI leaves to `make soak PART=tests`: the repetitions of a test with further values."""
+"""Tests that do not run everywhere: what CI leaves to `make soak PART=tests`, and pages of one pair of versions."""
 
+import importlib.metadata
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+from tests.conftest import ROOT
 
 
 def soak(values: Iterable[Any]) -> list[Any]:
@@ -28,3 +32,12 @@ def each_once(*axes: Sequence[Any]) -> list[Any]:
         )
         for places in itertools.product(*(range(len(axis)) for axis in axes))
     ]
+
+
+def of_pinned(package: str) -> pytest.MarkDecorator:
+    """Skips a test of what docs/ says of `package`, written by the version in constraints.txt, with another version."""
+    pin = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    version = importlib.metadata.version(package).split("+")[0]
+    return pytest.mark.skipif(
+        pin is None or pin[1] != version, reason=f"the page is of the {package} in constraints.txt"
+    )

@@ -16,12 +16,19 @@ IMPORT = "from tests.tiers import"  # in a file of tests that has some for the s
 NOTHING_SELECTED = 5  # pytest's exit code
 
 
-def run_files(part: str, tests: Iterable[Path], markers: str, environment: Mapping[str, str], may_lack: bool) -> int:
+def run_files(
+    part: str,
+    tests: Iterable[Path],
+    markers: str,
+    environment: Mapping[str, str],
+    may_lack: bool,
+    keep_older: bool = False,
+) -> int:
     """Run the tests of `markers` in each file, which is a case of `part`; 1 if one fails.
 
-    With `may_lack` a file may have none.
+    With `may_lack` a file may have none; with `keep_older` one that passed with older code is not run again.
     """
-    progress, failed = Progress(part, commit=current_commit("verl", "tests")), list[str]()
+    progress, failed = Progress(part, commit=current_commit("verl", "tests"), keep_older=keep_older), list[str]()
     files = [str(file.relative_to(ROOT)) for file in sorted(tests)]
     for file in files:
         if progress.done(file):

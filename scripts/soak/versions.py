@@ -1,10 +1,11 @@
 """The oldest and the newest torch and transformers that pyproject.toml allows, each in an environment of its own.
 
-    make soak PART=versions                       # both ends; goes on where it stopped
+    make soak PART=versions                       # both ends; goes on where it stopped, also with newer code
     python -m scripts.soak.versions --only newest
 
 constraints/oldest.txt and newest.txt say what is installed (gigabytes: both torches are default builds), below
-~/.cache/verl-soak/versions or VERL_SOAK_CACHE. The tests of models, data, agents and a few whole runs must pass.
+~/.cache/verl-soak/versions or VERL_SOAK_CACHE. The tests of models, data, agents and a few whole runs must
+pass. Each case says its commit; without benchmarks/results/soak/versions.json all run again.
 """
 
 import argparse
@@ -44,7 +45,8 @@ def environment_of(end: str) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=ENDS, action="append", help="this end; may be repeated")
-    progress, failed = Progress("versions", commit=current_commit("verl", "tests", "constraints")), list[str]()
+    commit = current_commit("verl", "tests", "constraints")
+    progress, failed = Progress("versions", commit=commit, keep_older=True), list[str]()
     for end in parser.parse_args().only or ENDS:
         waiting = [tests for tests in TESTS if not progress.done(f"{end}: {tests}")]
         python = environment_of(end) if waiting else Path()

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from tests.conftest import ROOT
 from tests.engine_cases import SHAPE, VOCABULARY, SquaredLogprob, build_engine, random_batch, save_tiny_model
 from tests.models.test_transformer import EXPERTS, STATE
-from tests.tiers import soak
+from tests.tiers import of_pinned, soak
 from verl.models.flops import FlopCounts
 from verl.utils.errors import ConfigError
 
@@ -153,6 +153,7 @@ def test_every_family_of_the_library_with_such_layers_is_in_the_list():
 WHOLE_MODELS = {"qwen3_5", "qwen3_5_moe", "qwen4_exp"}  # of pictures and text, of which the text part is trained
 
 
+@of_pinned("transformers")
 def test_the_page_lists_what_trains_and_what_is_refused():
     page = " ".join(Path("docs/train/models.md").read_text().split())
     assert f"train padded: {', '.join(f'`{name}`' for name in sorted(TRAINED))}" in page

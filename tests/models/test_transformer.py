@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine_cases import SHAPE, VOCABULARY
+from tests.tiers import of_pinned
 from verl.commands.certify.float64 import keep_float64
 from verl.config.rollout import RolloutConfig
 from verl.models.attention.packing import Packing
@@ -200,6 +201,7 @@ def test_a_user_adds_a_family_with_one_line(monkeypatch):
         register_family(Family("falcon", traits=("windows",)))
 
 
+@of_pinned("transformers")
 def test_the_documented_table_is_that_of_the_registry():
     page = (Path(__file__).parents[2] / "docs/train/models.md").read_text()
     assert capability_table() in page
