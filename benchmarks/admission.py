@@ -14,7 +14,7 @@ from pathlib import Path
 from support.admission_events import NoSecondRule, simulate
 from support.record import save
 
-from verl.trainer.ppo.admission import DROP, WAIT, AdmissionRules
+from verl.trainer.ppo.sources.admission import DROP, WAIT, AdmissionRules
 
 BAR_S, SIGMA, MAX_LAG = 10.0, 2.5, 8
 

@@ -31,9 +31,9 @@ from verl.data.micro_batches import MicroBatching
 from verl.data.prompts import PromptRow
 from verl.rewards.base import RewardInput, Score
 from verl.runtime.wire import deserialize, serialize
-from verl.trainer.batch_metrics import data_metrics, turn_metrics
-from verl.trainer.ppo.group_filter import FixedPrompts, GroupFilter, GroupRules
-from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector
+from verl.trainer.ppo.batch_metrics import data_metrics, turn_metrics
+from verl.trainer.ppo.sources.group_filter import FixedPrompts, GroupFilter, GroupRules
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, RolloutCollector
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, SamplingParams
 from verl.workers.rollout.router import Router
 

@@ -33,7 +33,7 @@ from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.processes import ProcessGroup
 from verl.runtime.ray_cluster import Devices, join_cluster
 from verl.runtime.ray_group import RayGroup
-from verl.trainer.batch_metrics import data_metrics
+from verl.trainer.ppo.batch_metrics import data_metrics
 from verl.workers.actor import Actor
 from verl.workers.engine_worker import RankBatch
 

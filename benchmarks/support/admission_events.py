@@ -4,7 +4,7 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
-from verl.trainer.ppo.admission import AdmissionRules
+from verl.trainer.ppo.sources.admission import AdmissionRules
 
 TRAIN_TIME = 1.0  # of a step; the median group takes as long
 

@@ -27,7 +27,7 @@ from tests.e2e import jobs
 from tests.e2e.test_async_runs import ASYNC, assert_trained_once_or_dropped
 from tests.e2e.test_resume import assert_same_run
 from tests.e2e.test_separate_runs import LONG, SEPARATE
-from verl.trainer.checkpoints import complete_steps
+from verl.trainer.run.checkpoints import complete_steps
 
 STEPS, KILLS = 6, 23
 KILL_WITHIN_S = 0.5  # of a step's beginning; twice as long after each process that has saved nothing

@@ -176,7 +176,7 @@ def test_the_engine_gets_the_section_of_its_strategy(monkeypatch):
             self.model = None
 
     from verl.config import RunConfig
-    from verl.trainer.objectives import build_worker
+    from verl.trainer.sft.objectives import build_worker
     from verl.workers.actor import build_actor_worker
 
     arr = RunConfig().actor_rollout_ref

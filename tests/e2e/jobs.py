@@ -9,8 +9,8 @@ import pytest
 from verl.commands.quickstart.addition_task import CHARACTERS, Problem, Split, write_split
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
-from verl.trainer import checkpoints
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.run import checkpoints
 
 ARR = "actor_rollout_ref"
 

@@ -8,7 +8,7 @@ from verl.data.trajectory import Trajectory
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
 from verl.rewards.base import Score
-from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, TrajectorySource
 
 
 class RecordedArrivals(TrajectorySource):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import jobs
-from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, RolloutCollector
 
 
 def test_each_advice_is_printed_once_however_long_its_reason_lasts(

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e import jobs
 from verl.config import load_config
 from verl.trainer.ppo.run_setup import build_run
-from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, TrajectorySource
 
 
 class OtherSource(TrajectorySource):

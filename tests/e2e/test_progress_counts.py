@@ -10,10 +10,10 @@ from tests.e2e import jobs
 from verl.config import load_config
 from verl.observe.progress import Progress
 from verl.trainer import main_ppo
-from verl.trainer.ppo import trajectory_source
 from verl.trainer.ppo.run_setup import build_run
-from verl.trainer.ppo.trajectory_source import CollectCounts
-from verl.trainer.sft import build_sft
+from verl.trainer.ppo.sources import trajectory_source
+from verl.trainer.ppo.sources.trajectory_source import CollectCounts
+from verl.trainer.sft.trainer import build_sft
 
 ARR = jobs.ARR
 

@@ -11,7 +11,7 @@ import pytest
 
 from verl.commands.quickstart.command import main
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.trainer.sft import SFTTrainer
+from verl.trainer.sft.trainer import SFTTrainer
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ from verl.observe.ledger import read_ledger
 from verl.observe.trackers import FileBackend
 from verl.observe.tracking import TrackingError
 from verl.trainer import main_ppo
-from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.trainer.resume import find_resume
+from verl.trainer.run.checkpoints import Checkpoints, complete_steps
+from verl.trainer.run.resume import find_resume
 from verl.utils.checksummed import write_checksummed
 from verl.utils.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from verl.config import load_config
 from verl.observe.events import read_events
 from verl.observe.progress import Progress
 from verl.trainer import main_ppo
-from verl.trainer.checkpoints import complete_steps
+from verl.trainer.run.checkpoints import complete_steps
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import ConfigError
 

@@ -23,8 +23,8 @@ from verl.config import load_config
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.observe.events import EventLog, read_events
 from verl.observe.ledger import read_ledger
-from verl.trainer.checkpoints import read_state
 from verl.trainer.ppo.run_setup import build_run
+from verl.trainer.run.checkpoints import read_state
 from verl.workers.engine_worker import EngineWorker
 
 APART = ["trainer.device=cpu", f"{jobs.ARR}.hybrid_engine=False", f"{jobs.ARR}.rollout.n_gpus_per_node=1"]

@@ -21,8 +21,8 @@ from verl.data.trajectory import Trajectory
 from verl.observe.tracking import Tracking
 from verl.runtime.collectives import Collectives
 from verl.runtime.group import Layout, RankPlace
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.sft import SFTTrainer
+from verl.trainer.run.checkpoints import Checkpoints
+from verl.trainer.sft.trainer import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import ConfigError, DataError, Interrupted
 

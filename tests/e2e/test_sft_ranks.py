@@ -25,8 +25,9 @@ from tests.tiers import slow
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import ConfigError, SFTConfig
-from verl.trainer import rank_launch, sft_trainer
-from verl.trainer.checkpoints import Checkpoints, complete_steps
+from verl.trainer import sft_trainer
+from verl.trainer.run.checkpoints import Checkpoints, complete_steps
+from verl.trainer.sft.trainer import rank_launch
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import DataError
 
@@ -194,7 +195,7 @@ def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(
 
 KILLER = """
 import os, signal, time
-from verl.trainer.sft import SFTTrainer
+from verl.trainer.sft.trainer import SFTTrainer
 
 update = SFTTrainer.update
 

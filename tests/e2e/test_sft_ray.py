@@ -16,7 +16,7 @@ from tests.e2e.test_sft_ranks import EXACT, assert_close, rank_run
 from tests.ranks import run_ranks
 from tests.small_ray import small_ray
 from verl.trainer import sft_trainer_ray
-from verl.trainer.checkpoints import complete_steps
+from verl.trainer.run.checkpoints import complete_steps
 
 pytestmark = pytest.mark.ray
 TWO_RANKS = ["trainer.device=cpu", "trainer.n_gpus_per_node=2"]

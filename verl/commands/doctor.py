@@ -156,8 +156,8 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
     """One finding per requirement of this configuration on this machine, as a run finds them before it starts."""
     from verl.trainer.ppo.preparation import prepare_run
     from verl.trainer.preflight import Findings
-    from verl.trainer.rank_launch import num_ranks_to_start
-    from verl.trainer.sft_preparation import prepare_sft
+    from verl.trainer.sft.preparation import prepare_sft
+    from verl.trainer.sft.rank_launch import num_ranks_to_start
 
     try:
         with warnings.catch_warnings():

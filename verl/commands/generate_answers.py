@@ -22,7 +22,7 @@ from verl.config import RunConfig, load_config
 from verl.config.load import pop_unread_keys
 from verl.data.data_files import FileRows
 from verl.data.prompts import PromptDataset, train_prompts
-from verl.trainer.ppo.trajectory_source import first_failure
+from verl.trainer.ppo.sources.trajectory_source import first_failure
 from verl.utils.command_line import run_command
 from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text

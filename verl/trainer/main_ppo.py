@@ -9,11 +9,11 @@ from verl.config import RunConfig, load_config
 from verl.config.run_name import same_command
 from verl.observe.progress import Progress
 from verl.trainer.early_checks import say_early_mistakes
-from verl.trainer.interrupt import BeforeFirstStep, interrupted_by_loss
-from verl.trainer.restarts import Restarts, is_lost
-from verl.trainer.run_files import step_folder
-from verl.trainer.run_folder import claimed_run
-from verl.trainer.run_header import closing_lines, opening_lines, say
+from verl.trainer.run.files import step_folder
+from verl.trainer.run.folder import claimed_run
+from verl.trainer.run.header import closing_lines, opening_lines, say
+from verl.trainer.run.interrupt import BeforeFirstStep, interrupted_by_loss
+from verl.trainer.run.restarts import Restarts, is_lost
 from verl.utils.command_line import run_command
 from verl.utils.errors import ConfigError
 from verl.utils.import_paths import refuse_missing_names, replacement

@@ -13,16 +13,16 @@ from verl.config import SFTConfig, load_config
 from verl.config.run_name import with_trainer_values
 from verl.observe.progress import Progress
 from verl.trainer.early_checks import say_early_mistakes
-from verl.trainer.interrupt import BeforeFirstStep
-from verl.trainer.run_folder import claimed_run, named_for_ranks
-from verl.trainer.run_header import closing_lines, opening_lines, say
+from verl.trainer.run.folder import claimed_run, named_for_ranks
+from verl.trainer.run.header import closing_lines, opening_lines, say
+from verl.trainer.run.interrupt import BeforeFirstStep
 from verl.utils.command_line import run_command
 from verl.utils.errors import Interrupted, VerlError
 from verl.utils.process_end import end_process, say_error
 
 if TYPE_CHECKING:
     from verl.runtime.collectives import Collectives
-    from verl.trainer.sft import SFTTrainer
+    from verl.trainer.sft.trainer import SFTTrainer
 
 FIRST_RANK_GRACE_S = 10.0  # by then rank 0 has printed the error, and torchrun ends all ranks
 
@@ -53,12 +53,12 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
         if "WORLD_SIZE" not in os.environ:
             say(f"verl {__version__}: {config.task} of {config.model.path}")
         is_wrong = os.environ.get("RANK", "0") == "0" and say_early_mistakes(config, say)
-        import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
+        import verl.trainer.sft.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
-    from verl.trainer.lost_ranks import end_if_rank_lost
     from verl.trainer.preflight import chosen_runtime, report_local_head
-    from verl.trainer.rank_launch import run_torchrun
-    from verl.trainer.sft_on_ray import run_on_ray
+    from verl.trainer.sft.lost_ranks import end_if_rank_lost
+    from verl.trainer.sft.on_ray import run_on_ray
+    from verl.trainer.sft.rank_launch import run_torchrun
 
     is_one_of_many = False
     try:
@@ -102,12 +102,12 @@ def check_and_count_ranks(config: SFTConfig, is_wrong: bool = False) -> int:
     All that a rank would find is looked for if something `is_wrong` already.
     """
     from verl.trainer.preflight import Findings
-    from verl.trainer.rank_launch import num_ranks_to_start
+    from verl.trainer.sft.rank_launch import num_ranks_to_start
 
     found = Findings()
     count = found.run("ranks", lambda: num_ranks_to_start(config))
     if count != 0 or is_wrong:
-        from verl.trainer.sft_preparation import check_sft, prepare_sft
+        from verl.trainer.sft.preparation import check_sft, prepare_sft
 
         (prepare_sft if is_wrong else check_sft)(config, found)
         found.refuse(lambda line: None)  # the first rank says the doubts
@@ -131,7 +131,7 @@ def run_sft(
         progress = stack.enter_context(Progress() if is_first else Progress.silent())
         progress.stage("loading libraries")
         with _joined(config) as collectives:
-            from verl.trainer.sft import build_sft
+            from verl.trainer.sft.trainer import build_sft
 
             config = with_trainer_values(config, collectives.all_gather(values)[0])
             trainer = build_sft(config, collectives=collectives, progress=progress)
@@ -157,7 +157,7 @@ def _joined(config: SFTConfig) -> Iterator["Collectives"]:
     from verl.runtime.collectives import Collectives
     from verl.runtime.launched_ranks import watch_each_other
     from verl.runtime.rank import RankInfo
-    from verl.trainer.lost_ranks import stall_is_said
+    from verl.trainer.sft.lost_ranks import stall_is_said
 
     choose_platform(config.trainer.device)
     rank = RankInfo.from_environment()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from verl.config import RunConfig
 from verl.config.check import uses_critic
-from verl.trainer.run_folder import AnyConfig
+from verl.trainer.run.folder import AnyConfig
 
 LARGEST_USUAL_RATE = 1e-2
 

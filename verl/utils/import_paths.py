@@ -27,12 +27,13 @@ _SFT = "verl.trainer.sft_trainer trains conversations; data.messages_key and dat
 _MEGATRON = "the Megatron-LM engine is still to come; use FSDP (actor.strategy=fsdp2)"
 _ASYNC = (
     "trainer.v1.trainer_mode=separate_async of verl.trainer.main_ppo runs it (docs/train/asynchronous.md); a step "
-    "takes what verl.trainer.ppo.async_source.AsyncSource gives it, by the two rules of verl.trainer.ppo.admission"
+    "takes what verl.trainer.ppo.sources.async_source.AsyncSource gives it, by the two rules of "
+    "verl.trainer.ppo.sources.admission"
 )
 _TRAINER = (
     "there is one trainer for all modes, verl.trainer.ppo.trainer.PPOTrainer, and nothing to register: "
     "trainer.v1.trainer_mode chooses where its trajectories come from, and a program of your own gives it a "
-    "verl.trainer.ppo.trajectory_source.TrajectorySource"
+    "verl.trainer.ppo.sources.trajectory_source.TrajectorySource"
 )
 _POLICY = (
     "there are no policies of a dynamic schedule: how many prompts are under way follows from "
@@ -71,15 +72,15 @@ REPLACEMENTS = {
     "verl.trainer.ppo.ray_trainer": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
     "verl.trainer.ppo.core_algos": "built-in losses are in verl.algorithms.losses, for packed batches; yours: "
     "register_adv_est and register_policy_loss",
-    "verl.trainer.ppo.metric_utils": "verl.trainer.batch_metrics and verl.trainer.validation_metrics have the metrics",
+    "verl.trainer.ppo.metric_utils": "verl.trainer.ppo.batch_metrics and .validation_metrics have the metrics",
     "verl.trainer.ppo.reward": _REWARD,
     "verl.trainer.ppo.rollout_corr_helper": "set algorithm.rollout_correction.*; verl.algorithms.rollout_correction "
     "computes it for packed batches",
     "verl.trainer.ppo.v1": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
     "verl.trainer.ppo.v1.get_trainer_cls": _TRAINER,
     "verl.trainer.ppo.v1.register_trainer": _TRAINER,
-    "verl.trainer.ppo.v1.replay_buffer": "which groups a step takes is decided by verl.trainer.ppo.admission and "
-    "algorithm.filter_groups (trainer.v1.sampler.*)",
+    "verl.trainer.ppo.v1.replay_buffer": "which groups a step takes is decided by "
+    "verl.trainer.ppo.sources.admission and algorithm.filter_groups (trainer.v1.sampler.*)",
     "verl.utils.checkpoint": "checkpoints are written by verl.workers.engine.checkpoint; `verl merge` merges shards",
     "verl.utils.config": "verl.config.load_config loads a configuration and names every mistake",
     "verl.utils.dataset.multiturn_sft_dataset": _SFT,

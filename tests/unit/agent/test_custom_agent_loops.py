@@ -23,8 +23,8 @@ from verl.agent.loop import (
 from verl.config import load_config
 from verl.data.prompts import load_prompts
 from verl.rewards.base import Score
-from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
-from verl.trainer.ppo.trajectory_source import RolloutCollector
+from verl.trainer.ppo.sources.saved_groups import trajectories_as_json, trajectories_from_json
+from verl.trainer.ppo.sources.trajectory_source import RolloutCollector
 from verl.utils.errors import ConfigError, DataError
 from verl.workers.rollout.base import SamplingParams
 

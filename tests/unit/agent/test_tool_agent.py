@@ -17,7 +17,7 @@ from verl.agent.loop import (
 )
 from verl.agent.tools import call_tool, load_tools, truncate_text
 from verl.config import load_config
-from verl.trainer.batch_metrics import turn_metrics
+from verl.trainer.ppo.batch_metrics import turn_metrics
 from verl.utils.errors import ConfigError, DataError
 
 

@@ -16,8 +16,8 @@ from verl.agent.tool_schemas import OpenAIFunctionToolSchema
 from verl.agent.tools import BaseTool, FunctionTool, ToolResponse, call_tool, load_tools
 from verl.data.batch import Batch
 from verl.observe.ledger import Ledger
-from verl.trainer.batch_metrics import turn_metrics
-from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
+from verl.trainer.ppo.batch_metrics import turn_metrics
+from verl.trainer.ppo.sources.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.utils.errors import ConfigError
 
 FUNCTIONS = '''

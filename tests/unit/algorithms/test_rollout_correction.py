@@ -13,7 +13,7 @@ from verl.commands.certify import formulas
 from verl.config import AlgorithmConfig, RolloutCorrectionConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.trainer.batch_metrics import mismatch_metrics, variance_proxy_metrics
+from verl.trainer.ppo.batch_metrics import mismatch_metrics, variance_proxy_metrics
 
 RULES = {  # bounds that keep some tokens of the test's batch and reject others
     "token_k1": "0.8_1.3",

@@ -26,7 +26,7 @@ from verl.commands.plan.schedule_simulation import (
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.observe.ledger import Ledger
-from verl.trainer.ppo.admission import DROP, WAIT
+from verl.trainer.ppo.sources.admission import DROP, WAIT
 from verl.workers.rollout.engine_stats import DecodeTimes
 
 B, TOKENS = 8, 100.0

@@ -88,7 +88,7 @@ def test_the_old_program_is_the_new_one_from_its_preset(program, monkeypatch: py
     [
         ("verl.trainer.ppo.v1", "register_trainer", "one trainer for all modes.*TrajectorySource"),
         ("verl.trainer.ppo.v1", "get_trainer_cls", "one trainer for all modes"),
-        ("verl.trainer.ppo.v1.replay_buffer", "ReplayBuffer", "verl.trainer.ppo.admission"),
+        ("verl.trainer.ppo.v1.replay_buffer", "ReplayBuffer", "verl.trainer.ppo.sources.admission"),
         ("verl.experimental.fully_async_policy", "register_policy", "no policies of a dynamic schedule"),
         ("verl.experimental.fully_async_policy.fully_async_trainer", "FullyAsyncTrainer", "AsyncSource"),
     ],

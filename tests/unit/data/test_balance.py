@@ -8,7 +8,7 @@ from verl.data import balance
 from verl.data.balance import Shard, assign_shards, sequence_costs
 from verl.data.batch import Batch, cumulative_lengths
 from verl.data.micro_batches import MicroBatching
-from verl.trainer.batch_metrics import balance_metrics
+from verl.trainer.ppo.batch_metrics import balance_metrics
 from verl.utils.errors import ConfigError
 
 ATTENTION = 3000.0

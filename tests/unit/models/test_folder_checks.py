@@ -20,7 +20,7 @@ from verl.models.load import build_config, load_causal_lm, load_tokenizer
 from verl.models.registry import FAMILIES
 from verl.plugin.versions import at_least
 from verl.trainer.ppo.run_setup import build_run
-from verl.trainer.sft import build_sft
+from verl.trainer.sft.trainer import build_sft
 from verl.utils.errors import CheckpointError, ConfigError
 
 

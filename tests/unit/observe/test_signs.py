@@ -11,7 +11,7 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.observe.metric_names import find_metric
 from verl.observe.signs import LOGGED, SIGNS, STEPS
-from verl.trainer.batch_metrics import reward_metrics
+from verl.trainer.ppo.batch_metrics import reward_metrics
 from verl.trainer.ppo.health import HISTORY, HealthCheck, setup_lines
 
 HEALTHY = {

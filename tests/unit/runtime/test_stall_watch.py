@@ -263,7 +263,7 @@ def test_a_rank_that_waits_for_its_storage_may_rest_as_long_as_a_collective_wait
 
 
 def test_a_rank_that_waits_for_others_inside_a_save_does_not_wait_for_its_storage(machine: Machine):
-    waiting = f'{C10D.format("all_gather")}  File "/lib/verl/trainer/checkpoints.py", line 2 in save\n'
+    waiting = f'{C10D.format("all_gather")}  File "/lib/verl/trainer/run/checkpoints.py", line 2 in save\n'
     machine.stacks[0] = f"{MAIN}{waiting}{SERVER}"
     assert culprit_after(machine.watch(), 31.0) == 1
 

@@ -72,7 +72,11 @@ def test_every_listed_room_is_there_or_still_to_come():
             "from verl.models.head.token_outputs import f",
             "verl/data/x.py:2 imports verl.models.head.token_outputs.f: models is not",
         ),
-        ("data/x.py", "def f():\n    import verl.trainer.sft", "verl/data/x.py:3 imports verl.trainer.sft: trainer"),
+        (
+            "data/x.py",
+            "def f():\n    import verl.trainer.sft.trainer",
+            "verl/data/x.py:3 imports verl.trainer.sft.trainer: trainer",
+        ),
         ("algorithms/x.py", "from verl.observe import timers", "observe is not below algorithms"),
         ("workers/engine/x.py", "from verl.workers.rollout.base import A", "workers.rollout is not below workers.eng"),
         ("workers/engine/x.py", "from ..actor import Actor", "verl.workers.actor.Actor: workers is not below"),

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from benchmarks.support.admission_events import NoSecondRule, simulate
-from verl.trainer.ppo.admission import DROP, WAIT, AdmissionRules
+from verl.trainer.ppo.sources.admission import DROP, WAIT, AdmissionRules
 from verl.utils.errors import ConfigError
 
 B = 8

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.trainer.capacity_block import VARIABLES, CapacityBlock
+from verl.trainer.run.capacity_block import VARIABLES, CapacityBlock
 from verl.utils.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer import checkpoint_copies
-from verl.trainer.checkpoint_copies import CheckpointCopies
-from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.run import checkpoint_copies
+from verl.trainer.run.checkpoint_copies import CheckpointCopies
+from verl.trainer.run.checkpoints import Checkpoints
 from verl.utils import hadoop
 from verl.utils.errors import ConfigError, DataError
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.e2e.test_resume import damage, save
 from verl.config.trainer import TrainerConfig
-from verl.trainer.checkpoints import Checkpoints, complete_steps
-from verl.trainer.resume import find_resume
+from verl.trainer.run.checkpoints import Checkpoints, complete_steps
+from verl.trainer.run.resume import find_resume
 from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import CheckpointError, WorkerError
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from verl.trainer.ppo.device_turns import SAMPLE, SCORE, DeviceTurns
+from verl.trainer.ppo.sources.device_turns import SAMPLE, SCORE, DeviceTurns
 
 
 class Watched:

@@ -18,8 +18,8 @@ from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import load_prompts
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Score
-from verl.trainer.ppo.group_filter import GroupFilter, GroupRules, verdict_on
-from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector, SyncSource
+from verl.trainer.ppo.sources.group_filter import GroupFilter, GroupRules, verdict_on
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, RolloutCollector, SyncSource
 from verl.utils.errors import RewardError, VerlError
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from verl.trainer.interrupt import Interrupt
+from verl.trainer.run.interrupt import Interrupt
 
 
 class Loop:

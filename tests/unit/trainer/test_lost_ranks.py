@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer import lost_ranks
-from verl.trainer.interrupt import BeforeFirstStep
+from verl.trainer.run.interrupt import BeforeFirstStep
+from verl.trainer.sft.trainer import lost_ranks
 from verl.utils.errors import Interrupted
 
 

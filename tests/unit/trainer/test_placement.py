@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from verl.config import ConfigError, RunConfig, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
-from verl.trainer import preflight, rank_launch, sft_trainer
+from verl.trainer import preflight, sft_trainer
 from verl.trainer.ppo import placement, plan
 from verl.trainer.ppo.placement import announce_plan, devices_apart, plan_run, pools_of, start_pools
 from verl.trainer.preflight import chosen_runtime
+from verl.trainer.sft.trainer import rank_launch
 from verl.workers.rollout.registry import rollout_engine_of
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]

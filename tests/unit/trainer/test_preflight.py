@@ -19,7 +19,7 @@ from verl.runtime.processes import ProcessGroup
 from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.ppo.run_setup import build_run
 from verl.trainer.preflight import Findings, TrainedModel
-from verl.trainer.rank_launch import num_ranks_to_start
+from verl.trainer.sft.rank_launch import num_ranks_to_start
 from verl.trainer.sft_trainer import check_and_count_ranks
 
 ARR = jobs.ARR

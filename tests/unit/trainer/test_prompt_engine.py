@@ -15,8 +15,8 @@ from tests.agent_cases import ScriptedEngine
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Score
-from verl.trainer.ppo.prompt_engine import PromptEngine, score_version
-from verl.trainer.ppo.saved_groups import by_position
+from verl.trainer.ppo.sources.prompt_engine import PromptEngine, score_version
+from verl.trainer.ppo.sources.saved_groups import by_position
 from verl.utils.errors import VerlError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest

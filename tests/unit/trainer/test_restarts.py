@@ -12,9 +12,9 @@ import pytest
 from verl.config import RunConfig, load_config
 from verl.observe.tracking import Tracking
 from verl.trainer import main_ppo
-from verl.trainer.interrupt import BeforeFirstStep
 from verl.trainer.ppo import run_setup
-from verl.trainer.restarts import Restarts, restart_line
+from verl.trainer.run.interrupt import BeforeFirstStep
+from verl.trainer.run.restarts import Restarts, restart_line
 from verl.utils.errors import ConfigError, Interrupted, RewardError, VerlError, WorkerError
 
 

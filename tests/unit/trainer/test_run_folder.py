@@ -10,7 +10,7 @@ import pytest
 
 from verl.config import load_config
 from verl.observe.run_record import write_run_record
-from verl.trainer.run_folder import RunPlace, claimed_run
+from verl.trainer.run.folder import RunPlace, claimed_run
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.folder_lock import FolderInUseError, one_run_in
 

@@ -7,8 +7,8 @@ import pytest
 
 from verl.config import RunConfig, SFTConfig, load_config
 from verl.trainer.ppo.rollout_setup import training_sampling, validation_sampling
-from verl.trainer.run_folder import RunPlace
-from verl.trainer.run_header import closing_lines, format_count, opening_lines, when_validated
+from verl.trainer.run.folder import RunPlace
+from verl.trainer.run.header import closing_lines, format_count, opening_lines, when_validated
 
 MODEL = "actor_rollout_ref.model.path=nowhere"
 

@@ -14,10 +14,10 @@ import torch
 
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
-from verl.trainer.batch_metrics import reward_part_metrics
+from verl.trainer.ppo.batch_metrics import reward_part_metrics
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch
 from verl.trainer.ppo.training_run import dump_rollout_batch, left_out_lines, validation_metrics
-from verl.trainer.ppo.trajectory_source import RolloutBatch
-from verl.trainer.validation_metrics import process_validation_metrics, subset_sizes
+from verl.trainer.ppo.validation_metrics import process_validation_metrics, subset_sizes
 
 
 def metrics(values, uids=None, sources=None, **infos):

@@ -18,7 +18,7 @@ from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.runtime.inline import InlineGroup
-from verl.trainer.batch_metrics import entropy_metrics
+from verl.trainer.ppo.batch_metrics import entropy_metrics
 from verl.utils.errors import ConfigError
 from verl.workers.actor import Actor, build_actor_worker
 from verl.workers.critic import Critic

@@ -10,8 +10,8 @@ from verl.observe.ledger import ledger_steps, read_ledger
 from verl.observe.run_record import RUN_FILE, RunRecord, find_run, read_record
 from verl.observe.step_records import REPLICAS_FILE, latest_by_step, read_records
 from verl.observe.trackers import read_metrics
-from verl.trainer.batch_metrics import prompt_and_response_lengths
-from verl.trainer.run_files import LEDGER
+from verl.trainer.ppo.batch_metrics import prompt_and_response_lengths
+from verl.trainer.run.files import LEDGER
 from verl.utils.errors import DataError
 from verl.workers.rollout.engine_stats import Counts, EngineStats
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from verl.trainer.ppo.admission import WAIT, AdmissionRules
+from verl.trainer.ppo.sources.admission import WAIT, AdmissionRules
 
 Groups = Sequence[Sequence[float]]  # of each prompt: sampled tokens of its answers
 

@@ -10,7 +10,7 @@ from verl.commands.quickstart import stages
 from verl.config import load_config
 from verl.observe.run_changes import find_changes, results_change
 from verl.observe.run_record import read_record
-from verl.trainer.run_files import complete_steps
+from verl.trainer.run.files import complete_steps
 from verl.utils.cores import machine_lines
 from verl.utils.errors import DataError, Interrupted, VerlError
 from verl.utils.paths import expand_home

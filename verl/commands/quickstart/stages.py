@@ -207,7 +207,7 @@ def print_command(module: str, overrides: list[str]) -> None:
 
 
 def newest_checkpoint(root: Path) -> Path:
-    from verl.trainer.resume import LATEST_STEP_FILE
+    from verl.trainer.run.resume import LATEST_STEP_FILE
 
     return root / f"global_step_{(root / LATEST_STEP_FILE).read_text().strip()}"
 

@@ -8,8 +8,8 @@ from verl.observe.exporter import NAME, Exporter
 from verl.observe.prometheus_targets import DRIVER_JOB, ROLLOUT_JOB, reload_server, write_targets
 from verl.observe.step_records import REPLICAS_FILE, append_record
 from verl.observe.trackers import RunInfo
+from verl.trainer.ppo.sources.trajectory_source import CollectCounts
 from verl.trainer.ppo.training_run import TrainingRun
-from verl.trainer.ppo.trajectory_source import CollectCounts
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engine_stats import EngineStats
 

@@ -15,9 +15,9 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
 from verl.runtime.driver_loop import DriverLoop
-from verl.trainer.batch_metrics import mismatch_metrics, off_policy_metrics, staleness_metrics
-from verl.trainer.ppo.prompt_engine import score_version
-from verl.trainer.ppo.trajectory_source import TrajectorySource
+from verl.trainer.ppo.batch_metrics import mismatch_metrics, off_policy_metrics, staleness_metrics
+from verl.trainer.ppo.sources.prompt_engine import score_version
+from verl.trainer.ppo.sources.trajectory_source import TrajectorySource
 from verl.workers.actor import Actor
 
 

@@ -30,7 +30,7 @@ from verl.trainer.ppo.plan import (
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import log_lines
 from verl.trainer.preflight import check_devices_asked_for, chosen_runtime, report_local_head
-from verl.trainer.run_header import say
+from verl.trainer.run.header import say
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.rollout.registry import Weights, rollout_engine_of

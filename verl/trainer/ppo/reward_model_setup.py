@@ -17,7 +17,7 @@ from verl.runtime.group import ObjectOnNode
 from verl.runtime.pools import WorkerPools
 from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.preparation import Preparation
-from verl.trainer.ppo.trajectory_source import RewardModelServing
+from verl.trainer.ppo.sources.trajectory_source import RewardModelServing
 from verl.workers.reward_model import RewardModel
 from verl.workers.rollout.remote.process import DriversSettings
 

@@ -19,11 +19,8 @@ from verl.observe.tracking import Tracking
 from verl.rewards.canary import canary_of
 from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
-from verl.trainer.ppo.admission import AdmissionRules
-from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.efficiency import planned_memory_metrics
 from verl.trainer.ppo.facts import RunFacts
-from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.monitoring import export_metrics
 from verl.trainer.ppo.parking_setup import with_parking
 from verl.trainer.ppo.placement import announce_plan, start_pools
@@ -38,10 +35,13 @@ from verl.trainer.ppo.rollout_setup import (
     training_sampling,
     validation_sampling,
 )
+from verl.trainer.ppo.sources.admission import AdmissionRules
+from verl.trainer.ppo.sources.async_source import AsyncSource
+from verl.trainer.ppo.sources.group_filter import GroupRules
+from verl.trainer.ppo.sources.trajectory_source import RolloutCollector, SyncSource, TrajectorySource
 from verl.trainer.ppo.traces import record_traces
 from verl.trainer.ppo.trainer import Models, PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
-from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource, TrajectorySource
 from verl.trainer.preflight import Findings
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync

@@ -30,7 +30,7 @@ from verl.rewards.canary import Canary
 from verl.rewards.scoring_pool import end_scoring_processes
 from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.pools import WorkerPools
-from verl.trainer.batch_metrics import (
+from verl.trainer.ppo.batch_metrics import (
     balance_metrics,
     data_metrics,
     entropy_metrics,
@@ -41,7 +41,7 @@ from verl.trainer.batch_metrics import (
 )
 from verl.trainer.ppo.facts import RunFacts
 from verl.trainer.ppo.old_logprobs import old_logprobs
-from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.actor import Actor, all_rejected_message

@@ -25,22 +25,22 @@ from verl.observe.tracing.recorder import TraceRecorder
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.pools import describe_pools
-from verl.trainer.batch_metrics import prompt_and_response_lengths, whole_score
-from verl.trainer.capacity_block import CapacityBlock
-from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
-from verl.trainer.interrupt import Interrupt, interrupted
+from verl.trainer.ppo.batch_metrics import prompt_and_response_lengths, whole_score
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, published_memory_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.profiled_steps import step_profiler
+from verl.trainer.ppo.sources.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
-from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
 from verl.trainer.ppo.unread_keys import unread_before_steps, unread_by_a_step
-from verl.trainer.restarts import restart_line
-from verl.trainer.resume import find_resume
-from verl.trainer.run_files import LEDGER
-from verl.trainer.run_folder import metrics_of
-from verl.trainer.run_header import when_validated
-from verl.trainer.validation_metrics import process_validation_metrics
+from verl.trainer.ppo.validation_metrics import process_validation_metrics
+from verl.trainer.run.capacity_block import CapacityBlock
+from verl.trainer.run.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
+from verl.trainer.run.files import LEDGER
+from verl.trainer.run.folder import metrics_of
+from verl.trainer.run.header import when_validated
+from verl.trainer.run.interrupt import Interrupt, interrupted
+from verl.trainer.run.restarts import restart_line
+from verl.trainer.run.resume import find_resume
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.engine import rng

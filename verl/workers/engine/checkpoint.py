@@ -8,7 +8,7 @@
     <folder>/huggingface/                                 config and tokenizer; with hf_model the weights too
     <folder>/manifest.json                                sha256 of every file, where each tensor lies; written last
 
-The caller, which saves several roles at once, makes the folder atomic (`verl.trainer.checkpoints`).
+The caller, which saves several roles at once, makes the folder atomic (`verl.trainer.run.checkpoints`).
 """
 
 import json

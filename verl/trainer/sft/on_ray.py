@@ -20,13 +20,13 @@ from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.rank import RankInfo
 from verl.runtime.ray_cluster import Devices, join_cluster
 from verl.runtime.ray_group import RayGroup
-from verl.trainer.interrupt import Interrupt
-from verl.trainer.run_header import say
+from verl.trainer.run.header import say
+from verl.trainer.run.interrupt import Interrupt
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import Interrupted, WorkerError
 
 if TYPE_CHECKING:
-    from verl.trainer.sft import SFTTrainer
+    from verl.trainer.sft.trainer import SFTTrainer
 
 POLL_S = 0.2  # how often the driver looks for a signal to pass on
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.models.tensor_file import file_digest
-from verl.trainer.checkpoint_copies import CheckpointCopies
-from verl.trainer.run_files import LATEST_STEP_FILE, TRAINER_STATE_FILE, complete_steps, step_folder
+from verl.trainer.run.checkpoint_copies import CheckpointCopies
+from verl.trainer.run.files import LATEST_STEP_FILE, TRAINER_STATE_FILE, complete_steps, step_folder
 from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import CheckpointError, WorkerError
 from verl.utils.paths import atomic_write_text, make_writable_folder, publish_directory

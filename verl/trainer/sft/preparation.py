@@ -8,7 +8,6 @@ from verl.config import SFTConfig
 from verl.config.check import check_can_start
 from verl.data.conversations import Conversations
 from verl.trainer.early_checks import early_mistakes
-from verl.trainer.objectives import objective_of
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
@@ -19,6 +18,7 @@ from verl.trainer.preflight import (
     find_tokenizer,
     warn_of_narrow_parameters,
 )
+from verl.trainer.sft.objectives import objective_of
 from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.data.trajectory import Trajectory
-from verl.trainer.ppo.prompt_engine import ANSWER, versions_of, versions_of_answer
+from verl.trainer.ppo.sources.prompt_engine import ANSWER, versions_of, versions_of_answer
 from verl.workers.rollout.parking import samples_in_flight
 
 _TENSORS = {"tokens": torch.int64, "loss_mask": torch.bool, "rollout_logprobs": torch.float32}

@@ -16,7 +16,7 @@ from verl.observe.events import EVENTS_FILE
 from verl.observe.run_changes import change_lines, find_changes, results_change
 from verl.observe.run_record import RUN_FILE, VALIDATION_SAMPLES, RunRecord, read_record
 from verl.observe.trackers import metrics_path, parse_metrics
-from verl.trainer.run_files import LATEST_STEP_FILE, LEDGER, complete_steps
+from verl.trainer.run.files import LATEST_STEP_FILE, LEDGER, complete_steps
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.folder_lock import FolderInUseError, one_run_in
 from verl.utils.process_end import set_resume_point

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.data.trajectory import Trajectory
-from verl.trainer.batch_metrics import mean_max_min
-from verl.trainer.ppo.group_filter import Group
+from verl.trainer.ppo.batch_metrics import mean_max_min
+from verl.trainer.ppo.sources.group_filter import Group
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.async_source import AsyncSource
+    from verl.trainer.ppo.sources.async_source import AsyncSource
 
 
 @dataclass

@@ -12,8 +12,8 @@ from verl.config import PreferenceConfig, RewardModelConfig, RunConfig, SFTConfi
 from verl.config.reward import reward_model_place
 from verl.config.run_name import same_command, values_given
 from verl.models.parameter_counts import stored_parameters
-from verl.trainer.run_files import LEDGER, complete_steps, step_folder
-from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
+from verl.trainer.run.files import LEDGER, complete_steps, step_folder
+from verl.trainer.run.folder import AnyConfig, RunPlace, metrics_of
 from verl.trainer.unusual_values import unusual_value_lines
 from verl.utils.cores import machine_lines
 

@@ -37,14 +37,14 @@ from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.collectives import Collectives
 from verl.runtime.group import Layout
-from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
-from verl.trainer.interrupt import Interrupt, interrupted
-from verl.trainer.lost_ranks import report_when_ended
-from verl.trainer.objectives import objective_of
 from verl.trainer.preflight import Findings
-from verl.trainer.resume import find_resume
-from verl.trainer.run_folder import metrics_of
-from verl.trainer.sft_preparation import prepare_sft
+from verl.trainer.run.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
+from verl.trainer.run.folder import metrics_of
+from verl.trainer.run.interrupt import Interrupt, interrupted
+from verl.trainer.run.resume import find_resume
+from verl.trainer.sft.lost_ranks import report_when_ended
+from verl.trainer.sft.objectives import objective_of
+from verl.trainer.sft.preparation import prepare_sft
 from verl.utils.errors import DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.rng import seed_generators

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from verl.trainer.run_files import LATEST_STEP_FILE, complete_steps
+from verl.trainer.run.files import LATEST_STEP_FILE, complete_steps
 from verl.utils import hadoop
 from verl.utils.errors import ConfigError
 

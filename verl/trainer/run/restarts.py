@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from verl.config import RunConfig
 from verl.config.run_name import with_trainer_values
-from verl.trainer.interrupt import stop_is_said
-from verl.trainer.run_files import TRAINER_STATE_FILE, complete_steps, read_marker, step_folder
+from verl.trainer.run.files import TRAINER_STATE_FILE, complete_steps, read_marker, step_folder
+from verl.trainer.run.interrupt import stop_is_said
 from verl.utils.errors import CheckpointError, Interrupted, VerlError, WorkerError
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
-from verl.trainer.checkpoints import (
+from verl.trainer.run.checkpoints import (
     LATEST_STEP_FILE,
     TRAINER_STATE_FILE,
     check_role_manifest,
@@ -17,7 +17,7 @@ from verl.trainer.checkpoints import (
     read_state,
     step_folder,
 )
-from verl.trainer.run_files import read_marker
+from verl.trainer.run.files import read_marker
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import remove_leftovers
 from verl.workers.engine.manifest import DamagedCheckpointError, verify_folder

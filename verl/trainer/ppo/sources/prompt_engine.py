@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
-from verl.trainer.ppo.group_filter import Group
+from verl.trainer.ppo.sources.group_filter import Group
 from verl.utils.errors import VerlError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine

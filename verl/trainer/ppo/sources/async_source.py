@@ -14,13 +14,13 @@ from verl.data.trajectory import Trajectory
 from verl.observe.events import EventLog
 from verl.observe.served_requests import GroupRequests
 from verl.observe.timers import StageSpan
-from verl.trainer.ppo.admission import AdmissionRules
-from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
 from verl.trainer.ppo.facts import RunFacts
-from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
-from verl.trainer.ppo.prompt_engine import PromptEngine, SampledSequence
-from verl.trainer.ppo.saved_groups import by_position, trajectories_as_json, trajectories_from_json
-from verl.trainer.ppo.trajectory_source import (
+from verl.trainer.ppo.sources.admission import AdmissionRules
+from verl.trainer.ppo.sources.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
+from verl.trainer.ppo.sources.group_filter import Group, GroupRules, verdict_on
+from verl.trainer.ppo.sources.prompt_engine import PromptEngine, SampledSequence
+from verl.trainer.ppo.sources.saved_groups import by_position, trajectories_as_json, trajectories_from_json
+from verl.trainer.ppo.sources.trajectory_source import (
     CollectCounts,
     RolloutBatch,
     RolloutCollector,

@@ -16,10 +16,10 @@ from verl.data.trajectory import Trajectory
 from verl.observe.timers import StageSpan
 from verl.observe.tracing.recorder import TraceRecorder
 from verl.rewards.base import Reward, RewardInput, Score
-from verl.trainer.ppo.device_turns import SAMPLE, SCORE, DeviceTurns
-from verl.trainer.ppo.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
-from verl.trainer.ppo.prompt_engine import SampledSequence
-from verl.trainer.ppo.rollout_batch import CollectCounts, RolloutBatch
+from verl.trainer.ppo.sources.device_turns import SAMPLE, SCORE, DeviceTurns
+from verl.trainer.ppo.sources.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
+from verl.trainer.ppo.sources.prompt_engine import SampledSequence
+from verl.trainer.ppo.sources.rollout_batch import CollectCounts, RolloutBatch
 from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
