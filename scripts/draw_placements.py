@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from scripts.draw_architecture import PICTURES, box, picture, text
 from verl.config import load_config
+from verl.placement.plan import Machine, Plan, plan_placement
+from verl.placement.tables import describe_cell
 from verl.runtime.pools import Pool
-from verl.trainer.ppo.plan import Machine, Plan, plan_placement
-from verl.trainer.ppo.plan_tables import describe_cell
 
 DEVICES = 8  # of a machine
 LEFT, RIGHT, GAP, ROLE_HEIGHT = 118, 966, 4, 30

@@ -13,7 +13,7 @@ LAYERS = (
     ("checkpoint_engine",),
     ("workers.engine", "workers.rollout"),
     ("workers",),  # driver-side handles over the two
-    ("weight_sync", "agent", "rewards"),
+    ("weight_sync", "agent", "rewards", "placement"),
     ("trainer",),
     ("commands",),
     ("experimental", "cli"),

@@ -11,13 +11,13 @@ import pytest
 
 from tests.small_ray import joined_nodes
 from verl.config import load_config
+from verl.placement import pools as placement
+from verl.placement.pools import plan_run, start_pools
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.runtime import ray_cluster
 from verl.runtime.ray_cluster import Devices, release, reserve
 from verl.runtime.ray_group import RayGroup
 from verl.runtime.versions import own_versions
-from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import plan_run, start_pools
 from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 pytestmark = pytest.mark.ray

@@ -21,10 +21,11 @@ from tests.e2e.test_ray_nodes import lose
 from tests.rollout_adapters import letters_tokenizer
 from tests.small_ray import joined_nodes
 from verl.config import load_config
+from verl.placement import pools as placement
+from verl.placement.pools import plan_run, start_pools
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.runtime.versions import own_versions
-from verl.trainer.ppo import placement, rollout_setup
-from verl.trainer.ppo.placement import plan_run, start_pools
+from verl.trainer.ppo import rollout_setup
 from verl.workers.rollout.router import Router
 
 pytestmark = pytest.mark.ray

@@ -15,8 +15,8 @@ from tests.contract.test_weight_sync import ModuleEngine, Trainer, scores, small
 from tests.rollout_adapters import letters_tokenizer
 from tests.unit.plugin.fake_devices import FakePlatform
 from verl.config import load_config
-from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import plan_run
+from verl.placement import pools as placement
+from verl.placement.pools import plan_run
 from verl.trainer.ppo.rollout_setup import build_rollout_engine
 from verl.utils.errors import WorkerError
 from verl.weight_sync.logprob_probe import LogprobProbe

@@ -18,13 +18,14 @@ import pytest
 from tests.contract.test_ray_clusters import LightGroup
 from tests.small_ray import joined_nodes
 from verl.config import load_config
+from verl.placement import pools as placement
+from verl.placement.pools import plan_run, start_pools
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.rewards import reward_servers
 from verl.rewards.base import RewardInput
 from verl.rewards.scoring_pool import end_scoring_processes
 from verl.runtime.versions import own_versions
-from verl.trainer.ppo import placement, reward_model_setup
-from verl.trainer.ppo.placement import plan_run, start_pools
+from verl.trainer.ppo import reward_model_setup
 from verl.trainer.ppo.reward_model_setup import start_reward_model
 from verl.utils.errors import ConfigError, RewardError
 

@@ -18,8 +18,8 @@ from verl.checkpoint_engine import broadcast, shared_memory
 from verl.checkpoint_engine.buckets import buckets
 from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config import load_config
+from verl.placement.plan import Machine, plan_placement
 from verl.trainer.ppo import rollout_setup
-from verl.trainer.ppo.plan import Machine, plan_placement
 from verl.trainer.ppo.rollout_setup import build_weight_sync, check_rollout_engine_can_train
 from verl.utils.errors import ConfigError, PluginError, TransportError
 

@@ -22,8 +22,8 @@ from verl.config import load_config
 from verl.data.batch import Batch
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
+from verl.placement.pools import plan_run
 from verl.trainer.ppo.parking_setup import check_parking
-from verl.trainer.ppo.placement import plan_run
 from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.preflight import Findings
 from verl.utils.errors import ConfigError, VerlError

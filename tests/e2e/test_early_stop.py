@@ -11,7 +11,7 @@ from tests.e2e import jobs
 from verl.trainer import main_ppo, sft_trainer
 from verl.trainer.ppo import run_setup, training_run
 from verl.trainer.run.checkpoints import complete_steps
-from verl.trainer.sft.trainer import trainer as sft
+from verl.trainer.sft import trainer as sft
 from verl.workers.rollout.native.core import NativeCore
 
 

@@ -27,7 +27,7 @@ from verl.commands.quickstart.small_model import make_model
 from verl.config import ConfigError, SFTConfig
 from verl.trainer import sft_trainer
 from verl.trainer.run.checkpoints import Checkpoints, complete_steps
-from verl.trainer.sft.trainer import rank_launch
+from verl.trainer.sft import rank_launch
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import DataError
 

@@ -1,7 +1,6 @@
 """Checks before a run starts: all reasons against it at once, and the checks that every kind of run shares."""
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ from verl.models.folder_checks import check_model_for_run, check_readable_weight
 from verl.models.load import build_config, dtype_of, load_tokenizer, model_folder
 from verl.models.parameter_counts import stored_parameters
 from verl.observe.tracker_checks import check_trackers
+from verl.placement.memory import gigabytes
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
-from verl.runtime.ray_cluster import asked_for_by_environment, local_head
 from verl.trainer.early_checks import WHAT
-from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 
 T = TypeVar("T")
@@ -91,37 +89,6 @@ class Findings:
 def find_device(device: str, found: Findings) -> PlatformBase | None:
     """The platform of `trainer.device`, where this machine has it."""
     return found.run("trainer.device", lambda: choose_platform(device), lambda p: f"{device}: {p.device_name}")
-
-
-def check_devices_asked_for(settings: Any, platform: PlatformBase, others: dict[str, int] | None = None) -> None:
-    """ConfigError where several devices are asked for by number and the CPU is only what is left.
-
-    `others` are the numbers of roles with ranks of their own, by key.
-    """
-    by_key = {"trainer.n_gpus_per_node": settings.n_gpus_per_node or 1, **(others or {})}
-    count, asked = sum(by_key.values()), " and ".join(f"{key}={number}" for key, number in by_key.items())
-    if platform.device_name == "cpu" and settings.device == "auto" and count > 1 and not _platform_is_chosen():
-        raise ConfigError(
-            f"{asked} asks for {count} GPUs, but this machine has none; trainer.device=cpu "
-            f"starts {count} ranks on its {num_cores()} CPU cores, trainer.n_gpus_per_node=1 starts one"
-        )
-
-
-def chosen_runtime(settings: TrainerConfig | SFTTrainerConfig) -> str:
-    """`trainer.runtime`; auto is ray where several machines or a Ray cluster are asked for, and otherwise stays auto:
-    one rank inline, several in processes."""
-    asked = settings.nnodes > 1 or asked_for_by_environment() is not None
-    return "ray" if settings.runtime == "auto" and asked else settings.runtime
-
-
-def report_local_head(settings: TrainerConfig | SFTTrainerConfig, announce: Callable[[str], None]) -> None:
-    """Tell `announce` of a Ray on this machine that `trainer.runtime=auto` does not join."""
-    if chosen_runtime(settings) == "auto" and (head := local_head()) is not None:
-        announce(f"a Ray head runs on this machine at {head}; trainer.runtime=ray joins it")
-
-
-def _platform_is_chosen() -> bool:
-    return bool(os.environ.get("VERL_PLATFORM", "").strip())
 
 
 def check_logging(settings: TrainerConfig | SFTTrainerConfig, found: Findings) -> None:
@@ -214,8 +181,3 @@ def check_disk_room(folder: str, trained: list[TrainedModel], keep: int | None, 
 
     if found.run("disk", fits) and keep and needed * (keep + 1) > free:
         found.warn("disk", f"{text}, but {keep} are kept while the next is written; {move}")
-
-
-def gigabytes(size: int) -> str:
-    """A size in bytes as text, in GB (MB below one)."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -54,8 +54,8 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
             say(f"verl {__version__}: {config.task} of {config.model.path}")
         is_wrong = os.environ.get("RANK", "0") == "0" and say_early_mistakes(config, say)
         import verl.trainer.sft.rank_launch  # noqa: F401  (torch: seconds)
+    from verl.placement.devices import chosen_runtime, report_local_head
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
-    from verl.trainer.preflight import chosen_runtime, report_local_head
     from verl.trainer.sft.lost_ranks import end_if_rank_lost
     from verl.trainer.sft.on_ray import run_on_ray
     from verl.trainer.sft.rank_launch import run_torchrun

@@ -10,6 +10,8 @@ from verl.data.metrics import Metrics
 from verl.data.trajectory import Trajectory
 from verl.models.flops import AttentionCost, FlopCounts, Speed
 from verl.observe.memory_metrics import GIB
+from verl.placement.memory import Holding, PoolMemory
+from verl.placement.plan import Machine, Plan, Replicas
 from verl.runtime.inline import InlineGroup
 from verl.runtime.pools import Pool
 from verl.trainer.ppo.efficiency import (
@@ -18,8 +20,6 @@ from verl.trainer.ppo.efficiency import (
     planned_memory_metrics,
     published_memory_metrics,
 )
-from verl.trainer.ppo.plan import Machine, Plan, Replicas
-from verl.trainer.ppo.plan_memory import Holding, PoolMemory
 
 PUBLISHED = "update_weights/perf/device_memory_used_gb"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl.trainer.run.interrupt import BeforeFirstStep
-from verl.trainer.sft.trainer import lost_ranks
+from verl.trainer.sft import lost_ranks
 from verl.utils.errors import Interrupted
 
 

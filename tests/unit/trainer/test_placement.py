@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from verl.config import ConfigError, RunConfig, load_config
+from verl.placement import devices, plan
+from verl.placement import pools as placement
+from verl.placement.devices import chosen_runtime
+from verl.placement.pools import announce_plan, devices_apart, plan_run, pools_of, start_pools
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
-from verl.trainer import preflight, sft_trainer
-from verl.trainer.ppo import placement, plan
-from verl.trainer.ppo.placement import announce_plan, devices_apart, plan_run, pools_of, start_pools
-from verl.trainer.preflight import chosen_runtime
-from verl.trainer.sft.trainer import rank_launch
+from verl.trainer import sft_trainer
+from verl.trainer.sft import rank_launch
 from verl.workers.rollout.registry import rollout_engine_of
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
@@ -297,7 +298,7 @@ def test_fine_tuning_reports_a_ray_on_this_machine_too(
 ):
     for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(preflight, "local_head", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(devices, "local_head", lambda: "10.0.0.1:6379")
     monkeypatch.setattr(sft_trainer, "say_early_mistakes", lambda *of_a_run: [])
     monkeypatch.setattr(sft_trainer, "check_and_count_ranks", lambda *of_a_run: 2)
     monkeypatch.setattr(rank_launch, "run_torchrun", lambda *of_a_run: 0)
@@ -332,5 +333,5 @@ def test_ranks_are_watched_for_the_configured_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placement, "reserve", lambda *_: "reserved")
     words = [f"trainer.runtime={runtime}", "trainer.n_gpus_per_node=2", "trainer.stall_timeout_s=7"]
     config = load_config([*ON_CPU, *words])
-    start_pools(config, 1, plan_run(config))
+    start_pools(config, 1, plan_run(config), print)
     assert [arguments[5] for arguments in started] == [7.0]

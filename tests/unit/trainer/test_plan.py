@@ -4,9 +4,9 @@ import pytest
 
 from tests.unit.trainer.test_placement import start_on_the_drivers_machine
 from verl.config import ConfigError, load_config
+from verl.placement.plan import Machine, Plan, Replicas, plan_placement
+from verl.placement.tables import devices_table, log_lines
 from verl.runtime.pools import Pool
-from verl.trainer.ppo.plan import Machine, Plan, Replicas, plan_placement
-from verl.trainer.ppo.plan_tables import devices_table, log_lines
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD = "reward.reward_model"

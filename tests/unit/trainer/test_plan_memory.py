@@ -4,9 +4,9 @@ import pytest
 
 from verl.config import ConfigError, load_config
 from verl.models.parameter_counts import ParameterCounts
-from verl.trainer.ppo.plan import Machine, plan_placement
-from verl.trainer.ppo.plan_memory import PoolMemory, estimate_memory
-from verl.trainer.ppo.plan_tables import memory_table
+from verl.placement.memory import PoolMemory, estimate_memory
+from verl.placement.plan import Machine, plan_placement
+from verl.placement.tables import memory_table
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR, CRITIC = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from verl.config import SFTConfig, load_config
-from verl.trainer.sft.trainer import on_ray as sft_on_ray
+from verl.trainer.sft import on_ray as sft_on_ray
 from verl.utils.errors import ConfigError
 
 PRESET = "sft_trainer_engine"

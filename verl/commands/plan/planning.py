@@ -7,13 +7,13 @@ from dataclasses import asdict
 from verl.commands.plan.command import load_run_config
 from verl.config import RunConfig
 from verl.models.parameter_counts import ParameterCounts
+from verl.placement.devices import chosen_runtime
+from verl.placement.memory import PoolMemory, count_roles, estimate_memory
+from verl.placement.plan import Machine, Plan, plan_placement
+from verl.placement.tables import plan_text
 from verl.plugin.platform import get_platform
 from verl.plugin.platform.platform_manager import check_device_name
 from verl.trainer.ppo.facts import RunFacts
-from verl.trainer.ppo.plan import Machine, Plan, plan_placement
-from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
-from verl.trainer.ppo.plan_tables import plan_text
-from verl.trainer.preflight import chosen_runtime
 from verl.utils.errors import ConfigError
 
 ROOM = (  # overrides that make room, the cheapest first

@@ -11,8 +11,8 @@ from verl.commands.plan.observed_steps import ObservedRun, observe
 from verl.commands.plan.schedule_simulation import Costs, Outcome, Schedule, simulate
 from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, SYNC, staleness
+from verl.placement.tables import columns
 from verl.trainer.ppo.needs import num_parts
-from verl.trainer.ppo.plan_tables import columns
 from verl.utils.errors import ConfigError
 
 MODE = "trainer.v1.trainer_mode"

@@ -6,9 +6,9 @@ from verl.data.batch import Batch
 from verl.data.shared_prompts import repeated_prompt_lengths
 from verl.models.flops import Speed
 from verl.observe.memory_metrics import GIB
+from verl.placement.memory import PoolMemory
+from verl.placement.plan import Plan
 from verl.runtime.group import WorkerGroup
-from verl.trainer.ppo.plan import Plan
-from verl.trainer.ppo.plan_memory import PoolMemory
 from verl.trainer.ppo.trainer import PPOTrainer
 
 STAGES = {  # phase of a plan -> where its metrics are, and the role whose devices they are of

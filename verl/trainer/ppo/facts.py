@@ -6,9 +6,9 @@ from verl.algorithms.advantages import get_advantage
 from verl.algorithms.old_logprobs import old_logprobs_of
 from verl.config import RunConfig
 from verl.config.asynchronous import is_asynchronous, staleness
+from verl.placement.plan import Plan
 from verl.trainer.ppo.needs import num_parts
 from verl.trainer.ppo.parking_setup import parks
-from verl.trainer.ppo.plan import Plan
 
 
 @dataclass(frozen=True)

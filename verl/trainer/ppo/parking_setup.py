@@ -2,10 +2,10 @@
 
 from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, keeps_cache, staleness
+from verl.placement.plan import Plan
+from verl.placement.pools import is_this_process, pools_of
 from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
-from verl.trainer.ppo.placement import is_this_process, pools_of
-from verl.trainer.ppo.plan import Plan
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.registry import Weights, rollout_engine_of

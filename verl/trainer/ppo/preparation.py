@@ -19,6 +19,8 @@ from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
 from verl.observe.tracing.backends import check_trace_backend
+from verl.placement.plan import Plan
+from verl.placement.pools import plan_run, pools_of
 from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.model_reward import ModelReward
@@ -38,8 +40,6 @@ from verl.trainer.ppo.needs import (
     forced_loss_notice,
 )
 from verl.trainer.ppo.parking_setup import NO, check_parking, parks
-from verl.trainer.ppo.placement import plan_run, pools_of
-from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
 from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
 from verl.trainer.preflight import (

@@ -11,9 +11,9 @@ from verl.observe.profiling.nsys import check_nsys, start_driver_again
 from verl.observe.profiling.rank_profiler import settings_of
 from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.profiling.tools import build_tool
+from verl.placement.plan import Plan
+from verl.placement.pools import is_this_process, plan_run, pools_of
 from verl.runtime.pools import Pool, WorkerPools
-from verl.trainer.ppo.placement import is_this_process, plan_run, pools_of
-from verl.trainer.ppo.plan import Plan
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.remote.profiles import ProfiledServer

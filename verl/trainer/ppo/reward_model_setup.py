@@ -7,6 +7,7 @@ from functools import partial
 
 from verl.config import RunConfig
 from verl.config.reward import reward_model_place
+from verl.placement.plan import Plan
 from verl.plugin.platform import get_platform
 from verl.rewards.base import Reward
 from verl.rewards.model_setup import ROUTER_ADDRESS, takes_turns
@@ -15,7 +16,6 @@ from verl.rewards.reward_setup import build_reward
 from verl.rewards.servers_on_nodes import Factory, start_servers_on_nodes
 from verl.runtime.group import ObjectOnNode
 from verl.runtime.pools import WorkerPools
-from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.preparation import Preparation
 from verl.trainer.ppo.sources.trajectory_source import RewardModelServing
 from verl.workers.reward_model import RewardModel

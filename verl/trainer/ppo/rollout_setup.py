@@ -19,10 +19,10 @@ from verl.models.folder_checks import end_tokens
 from verl.models.load import build_config, changed_config, load_causal_lm, model_folder
 from verl.models.lora import add_adapters
 from verl.models.merged_folder import merged_folder
+from verl.placement.plan import ROLLOUT, Plan, replicas_without_devices, splits_rollout
 from verl.plugin.platform import get_platform
 from verl.runtime.group import WorkerGroup
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
-from verl.trainer.ppo.plan import ROLLOUT, Plan, replicas_without_devices, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync

@@ -16,6 +16,8 @@ from verl.models.load import describe_ends, limit_threads
 from verl.observe.events import EVENTS_FILE, EventLog
 from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
+from verl.placement.plan import Plan
+from verl.placement.pools import announce_plan, start_pools
 from verl.rewards.canary import canary_of
 from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
@@ -23,8 +25,6 @@ from verl.trainer.ppo.efficiency import planned_memory_metrics
 from verl.trainer.ppo.facts import RunFacts
 from verl.trainer.ppo.monitoring import export_metrics
 from verl.trainer.ppo.parking_setup import with_parking
-from verl.trainer.ppo.placement import announce_plan, start_pools
-from verl.trainer.ppo.plan import Plan
 from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.profiled_steps import ReplicaProfiles
 from verl.trainer.ppo.reward_model_setup import start_reward_model
@@ -43,6 +43,7 @@ from verl.trainer.ppo.traces import record_traces
 from verl.trainer.ppo.trainer import Models, PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
 from verl.trainer.preflight import Findings
+from verl.trainer.run.header import say
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
@@ -72,8 +73,8 @@ def build_run(config: RunConfig, progress: Progress | None = None) -> TrainingRu
     limit_threads()  # the driver's, which computes also where its models are in other processes
     progress.stage("loading the model")
     plan = prepared.facts.placement
-    planned = planned_memory_metrics(plan, announce_plan(config, plan))
-    pools, started = start_pools(config, total_steps, plan), ExitStack()
+    planned = planned_memory_metrics(plan, announce_plan(config, plan, say))
+    pools, started = start_pools(config, total_steps, plan, say), ExitStack()
     started.callback(pools.close)
     try:
         run = assemble_run(config, pools, prepared, prompts, total_steps, started)

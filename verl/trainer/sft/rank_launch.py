@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.config import SFTConfig
+from verl.placement.devices import check_devices_asked_for, chosen_runtime
 from verl.plugin.platform import choose_platform
 from verl.runtime import ray_cluster
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo
-from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
 from verl.trainer.sft.lost_ranks import REPORTS, report_lost_rank
 from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError

@@ -16,8 +16,8 @@ from verl.config.distillation import role_name, teachers
 from verl.config.engine import EngineConfig
 from verl.models.load import dtype_of
 from verl.models.parameter_counts import ParameterCounts, model_parameters
+from verl.placement.plan import REWARD_MODEL, ROLLOUT, Plan, splits_rollout
 from verl.runtime.pools import Pool
-from verl.trainer.ppo.plan import REWARD_MODEL, ROLLOUT, Plan, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.adapters import publishes_adapters
 from verl.workers.rollout.base import rollout_dtype
@@ -263,3 +263,8 @@ def _bytes_of_types(engine: EngineConfig, kind: str) -> tuple[int, int, int]:
     if name == "auto":
         return storage, storage if kind == "cpu" else 2, reduce
     return storage, dtype_of(name.removeprefix("torch."), "dtype").itemsize, reduce
+
+
+def gigabytes(size: int) -> str:
+    """A size in bytes as text, in GB (MB below one)."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

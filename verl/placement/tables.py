@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
+from verl.placement.memory import PoolMemory, gigabytes
+from verl.placement.plan import Plan, Replicas
 from verl.runtime.pools import Pool
-from verl.trainer.ppo.plan import Plan, Replicas
-from verl.trainer.ppo.plan_memory import PoolMemory
-from verl.trainer.preflight import gigabytes
 
 ESTIMATE = "estimates; activations, logits and what libraries take for themselves are not counted"
 

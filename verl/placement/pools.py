@@ -10,15 +10,9 @@ from typing import Any
 from verl.config import RunConfig
 from verl.config.check import check_values_can_start
 from verl.observe.profiling.nsys import command_of_rank, uses_nsys, worker_options
-from verl.plugin.platform import get_platform
-from verl.runtime import ray_cluster
-from verl.runtime.group import Layout, WorkerGroup
-from verl.runtime.inline import InlineGroup
-from verl.runtime.pools import Pool, WorkerPools, describe_pools
-from verl.runtime.processes import ProcessGroup
-from verl.runtime.ray_cluster import Devices, join_cluster, release, reserve
-from verl.runtime.ray_group import RayGroup
-from verl.trainer.ppo.plan import (
+from verl.placement.devices import check_devices_asked_for, chosen_runtime, report_local_head
+from verl.placement.memory import PoolMemory, count_roles, estimate_memory
+from verl.placement.plan import (
     REWARD_MODEL,
     ROLLOUT,
     Machine,
@@ -27,10 +21,15 @@ from verl.trainer.ppo.plan import (
     plan_placement,
     splits_rollout,
 )
-from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
-from verl.trainer.ppo.plan_tables import log_lines
-from verl.trainer.preflight import check_devices_asked_for, chosen_runtime, report_local_head
-from verl.trainer.run.header import say
+from verl.placement.tables import log_lines
+from verl.plugin.platform import get_platform
+from verl.runtime import ray_cluster
+from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.inline import InlineGroup
+from verl.runtime.pools import Pool, WorkerPools, describe_pools
+from verl.runtime.processes import ProcessGroup
+from verl.runtime.ray_cluster import Devices, join_cluster, release, reserve
+from verl.runtime.ray_group import RayGroup
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.rollout.registry import Weights, rollout_engine_of
@@ -66,7 +65,7 @@ def pools_of(plan: Plan) -> tuple[Pool, ...]:
     return tuple(pool for pool in plan.pools if pool.name not in servers)
 
 
-def announce_plan(config: RunConfig, plan: Plan, announce: Callable[[str], None] = say) -> list[PoolMemory]:
+def announce_plan(config: RunConfig, plan: Plan, announce: Callable[[str], None]) -> list[PoolMemory]:
     """Tell `announce` one line a pool, where there are several ranks: its devices, roles and memory, which it returns;
     nothing for one rank on a CPU, or where the memory is not known."""
     platform = get_platform()
@@ -134,7 +133,7 @@ def is_this_process(pool: Pool, runtime: str) -> bool:
     return pool.num_devices == 1 and "actor" in pool.roles and runtime not in ("processes", "ray")
 
 
-def start_pools(config: RunConfig, total_steps: int, plan: Plan, announce: Callable[[str], None] = say) -> WorkerPools:
+def start_pools(config: RunConfig, total_steps: int, plan: Plan, announce: Callable[[str], None]) -> WorkerPools:
     """The ranks with their engines: the actor's single rank is this process, all others one process each; with Ray,
     actors of the cluster that `announce` is told about."""
     pools, runtime, platform = pools_of(plan), plan.runtime, get_platform()
