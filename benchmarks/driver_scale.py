@@ -101,7 +101,7 @@ class LightTokenizer:
 class SingleTurns:
     """What `AgentRunner` does for rows without an agent."""
 
-    async def answer(self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: Any) -> Any:
+    async def answer(self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: Any, *traces: Any) -> Any:
         from verl.agent.single_turn import single_turn
 
         return await single_turn(row, request_id, sampling, engine)

@@ -24,7 +24,7 @@ PURPOSES = {  # in a few words, what lives in each room
     "checks": "can this start? each question asked once",
     "trainer": "the step, the source of its trajectories, resume, metrics, fine-tuning",
     "weight_sync": "new weights to the rollout engine",
-    "placement": "which role sits on which devices, and their memory",
+    "placement": "roles on devices, memory",
     "agent": "conversations and tools",
     "rewards": "reward functions, scorers",
     "workers": "Actor, Critic and Reference as the driver sees them",

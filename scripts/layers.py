@@ -14,6 +14,7 @@ LAYERS = (
     ("workers.engine", "workers.rollout"),
     ("workers",),  # driver-side handles over the two
     ("weight_sync", "agent", "rewards", "placement"),
+    ("checks",),
     ("trainer",),
     ("commands",),
     ("experimental", "cli"),

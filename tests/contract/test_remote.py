@@ -18,7 +18,7 @@ from verl.plugin.platform import choose_platform
 from verl.runtime.child import Child
 from verl.runtime.wire import deserialize
 from verl.utils.errors import WorkerError
-from verl.workers.rollout.own_engines import start_all
+from verl.workers.rollout.engines import start_all
 from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.remote.process import DriversSettings, LocalServer
 from verl.workers.rollout.remote.server import encode_frame

@@ -34,7 +34,8 @@ from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, StaleWeightsError
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.registry import EngineInputs, find_rollout_engine
+from verl.workers.rollout.engines import find_rollout_engine
+from verl.workers.rollout.registry import EngineInputs
 from verl.workers.rollout.router import Router
 from verl.workers.rollout.sglang import SGLangEngine, command_line, sglang_arguments
 from verl.workers.rollout.tgi import TGIEngine

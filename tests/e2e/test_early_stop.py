@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import jobs
+from verl.checks.findings import Findings
 from verl.trainer import main_ppo, sft_trainer
 from verl.trainer.ppo import run_setup, training_run
 from verl.trainer.run.checkpoints import complete_steps
@@ -75,7 +76,7 @@ def test_ctrl_c_twice_before_the_first_step_ends_with_a_sentence(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_fine_tuning_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, capsys: Any):
     monkeypatch.setattr(sft, "build_sft", lambda *_, **__: signal.raise_signal(number))
-    monkeypatch.setattr(sft_trainer, "say_early_mistakes", lambda *_: [])
+    monkeypatch.setattr(sft_trainer, "early_findings", lambda config: Findings())
     words = [
         f"model.path={tmp_path}",
         f"trainer.default_local_dir={tmp_path / 'run'}",

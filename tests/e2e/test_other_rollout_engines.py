@@ -14,8 +14,9 @@ from verl.trainer.ppo import rollout_setup
 from verl.utils.errors import ConfigError, PluginError, VerlError
 from verl.workers.rollout import registry
 from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.engines import find_rollout_engine
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.registry import EngineInputs, Weights, find_rollout_engine, register_rollout_engine
+from verl.workers.rollout.registry import EngineInputs, Weights, register_rollout_engine
 
 THEIRS = '''
 import copy
@@ -102,7 +103,7 @@ def build_in_place(inputs):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     find_rollout_engine("native")  # ours are registered; what a test adds is gone afterwards
-    monkeypatch.setattr(registry._ENGINES, "_items", dict(registry._ENGINES._items))
+    monkeypatch.setattr(registry.ENGINES, "_items", dict(registry.ENGINES._items))
     (tmp_path / "their_engines.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "their_engines", raising=False)
@@ -134,27 +135,29 @@ def test_engines_of_a_module_of_the_users_train_as_the_native_one_does(folder: P
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("word", "error", "closed"),
     [
-        ([f"{jobs.ARR}.rollout.checkpoint_engine.backend=nccl"], "checkpoint_engine.backend=nccl has nothing to carry"),
-        (["trainer.logger=[console,file]"], "tracker 'file' could not start"),
+        (f"{jobs.ARR}.rollout.checkpoint_engine.backend=nccl", "backend=nccl has nothing to carry", "closed\n"),
+        ("trainer.logger=[console,file]", "tracker 'file' could not start", ""),  # before the engine starts
     ],
     ids=["weight sync", "tracker"],
 )
 def test_what_had_started_is_closed_where_a_run_cannot_begin(
-    words: list[str], error: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    word: str, error: str, closed: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (folder / "metrics").write_text("a file, where the tracker wants a folder")
+    if not closed:
+        (folder / "metrics").write_text("a file, where the tracker wants a folder")
     log, close = folder / "log", WorkerPools.close
+    log.touch()
 
     def close_ranks(pools: WorkerPools) -> None:
-        assert log.read_text() == "closed\n"  # the engine, which started after them
+        assert log.read_text() == closed  # by the engine, which starts after them
         close(pools)
         log.write_text("all closed")
 
     monkeypatch.setattr(WorkerPools, "close", close_ranks)
     with pytest.raises(VerlError, match=error):
-        train(folder, "run", *theirs(folder, "their_copy"), *words)
+        train(folder, "run", *theirs(folder, "their_copy"), word)
     assert log.read_text() == "all closed"
 
 

@@ -168,7 +168,7 @@ def test_where_a_replica_is_killed_the_others_answer_and_every_prompt_is_trained
         if run.trainer.global_step == 2:
             router.engines[1].server.kill()
 
-    run.after_step = kill_one
+    run.observers.after_step.append(kill_one)
     try:
         run.fit()
     finally:

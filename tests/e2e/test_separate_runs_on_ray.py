@@ -63,7 +63,7 @@ def test_a_run_loses_a_replica_is_resumed_by_its_old_name_and_trains_every_promp
         if run.trainer.global_step == 1:
             router.engines[1].server.kill()
 
-    run.after_step = kill_one
+    run.observers.after_step.append(kill_one)
     try:
         run.fit()
     finally:

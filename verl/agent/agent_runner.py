@@ -37,7 +37,6 @@ class AgentRunner:
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase):
         self.config, self.tokenizer = config, tokenizer
-        self.traces: TraceRecorder | None = None
         rollout = config.actor_rollout_ref.rollout
         self.default_loop = rollout.agent.default_agent_loop
         self.configured_loops = load_agent_loops(rollout.agent.agent_loop_config_path)
@@ -74,10 +73,18 @@ class AgentRunner:
         return self.default_loop
 
     async def answer(
-        self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine
+        self,
+        row: PromptRow,
+        request_id: int,
+        sampling: SamplingParams,
+        engine: RolloutEngine,
+        traces: TraceRecorder | None = None,
     ) -> list[Trajectory]:
         """Trajectories of `sampling.n` conversations; a loop may return several trajectories per conversation."""
-        traced = self._traced(row, request_id, engine)
+        traced = None
+        if traces is not None:
+            attributes = {"row": row.index, "data_source": row.data_source}
+            traced = traces.prompt(request_id, engine.version, {"prompt": row.messages}, attributes)
         factory = self.loop_factory(self.loop_name(row.agent_name))
         if factory is None:
             trajectories = await single_turn.single_turn(row, request_id, sampling, engine)
@@ -90,12 +97,6 @@ class AgentRunner:
         if traced is not None:
             traced.answered()
         return trajectories
-
-    def _traced(self, row: PromptRow, request_id: int, engine: RolloutEngine) -> TracedPrompt | None:
-        if self.traces is None:
-            return None
-        attributes = {"row": row.index, "data_source": row.data_source}
-        return self.traces.prompt(request_id, engine.version, {"prompt": row.messages}, attributes)
 
     async def _run_sample(
         self,

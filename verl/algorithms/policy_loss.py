@@ -44,6 +44,11 @@ class PolicyLoss:
     aggregation: str | None = None
     multiplies_weights: bool = False
 
+    def ignores_weights(self, config: ActorConfig) -> bool:
+        """Whether a loss that was to multiply by the importance weights itself shows that it does not."""
+        look = getattr(self.function, "ignores_weights", None)
+        return look is not None and look(config)
+
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
@@ -75,7 +80,8 @@ def register_policy_loss(
         )
 
     def add(function: PolicyLossFunction) -> PolicyLossFunction:
-        entry = PolicyLoss(function, per_token, check, columns, outputs, choose_tokens, aggregation, multiplies_weights)
+        flags = (outputs, choose_tokens, aggregation, multiplies_weights)
+        entry = PolicyLoss(function, per_token, check, columns, *flags)
         POLICY_LOSSES.register(name)(entry)
         return function
 

@@ -79,7 +79,9 @@ def options_of(verb: str) -> list[str]:
     module, _, function = VERBS.get(verb, ("verl.commands.completion:main", ""))[0].partition(":")
     spec = importlib.util.find_spec(module)
     file = Path(spec.origin if spec and spec.origin else __file__)
-    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
+    files = list(file.parent.glob("*.py")) if file.name == "__init__.py" else [file]
+    if function != "main":  # of `mains`, which reads its arguments by `parsers`
+        files = [file.with_name("parsers.py")]
     parts = re.split(r"^(?=def )", "\n".join(one.read_text(encoding="utf-8") for one in files), flags=re.M)
     mine = [part for part in parts if part.startswith("def " + function.removesuffix("main"))]
     own = set(re.findall(r'[("\s]"(--[a-z][\w-]+)"', "".join(mine)))

@@ -154,8 +154,9 @@ def _engine(strategy: str) -> type:
 
 def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Finding]:
     """One finding per requirement of this configuration on this machine, as a run finds them before it starts."""
+    from verl.checks.loaded import find_device
+    from verl.checks.machine import early_findings
     from verl.trainer.ppo.preparation import prepare_run
-    from verl.trainer.preflight import Findings
     from verl.trainer.sft.preparation import prepare_sft
     from verl.trainer.sft.rank_launch import num_ranks_to_start
 
@@ -166,12 +167,13 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
         rows = [Finding("configuration", Status.GOOD, "every key and value is known")]
     except ConfigError as error:
         return [Finding("configuration", Status.BAD, str(error))]
-    found = Findings()
+    found = early_findings(config)
     if isinstance(config, RunConfig):
         prepare_run(config, found)
         rows += [*found.rows, *_graph_capture_advice(config, platform)]
     else:
-        found.run("ranks", lambda: num_ranks_to_start(config) or 1)
+        if find_device(config.trainer.device, found) is not None:
+            found.run("ranks", lambda: num_ranks_to_start(config) or 1)
         prepare_sft(config, found)
         rows += found.rows
     return rows
@@ -179,13 +181,13 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
 
 def _graph_capture_advice(config: RunConfig, platform: PlatformBase) -> list[Finding]:
     """A warning where CUDA graphs can crash ROCm on several nodes."""
-    from verl.workers.rollout.registry import find_rollout_engine
+    from verl.workers.rollout.engines import find_rollout_engine
 
     arr, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     if platform.vendor_name != "amd":
         return []
     try:
-        if not find_rollout_engine(rollout.name, arr.model.external_lib).graphs_collectives:
+        if not find_rollout_engine(rollout.name, arr.model.external_lib).traits.graphs_collectives:
             return []
     except ConfigError:  # said already
         return []

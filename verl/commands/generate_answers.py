@@ -57,9 +57,9 @@ def run_generation(overrides: list[str]) -> int:
 
 def generate(config: RunConfig) -> Path:
     """Answer the prompts of data.train_files; returns the file written."""
+    from verl.checks.findings import Findings
     from verl.trainer.ppo.preparation import find_tokenizer_to_generate
     from verl.trainer.ppo.rollout_setup import build_standalone_engine, training_sampling
-    from verl.trainer.preflight import Findings
 
     if not config.data.output_path:
         raise ConfigError("data.output_path is not set; say where the answers go: data.output_path=answers.parquet")

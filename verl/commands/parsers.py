@@ -1,4 +1,4 @@
-"""Arguments of commands that load libraries for seconds: help and mistakes come before that."""
+"""Arguments of commands that load libraries for seconds; `mains` reads them before that."""
 
 import argparse
 import sys
@@ -31,38 +31,6 @@ REWARD_EPILOG = """  verl check-reward data.train_files=train.parquet reward.cus
 
 Exit code: 0 nothing that cannot be right (there may be warnings), 1 something is wrong, 2 the check cannot run.
 A row costs about 25 calls, and a plain function 1,000 more for memory. docs/rewards/check_reward.md has the rules."""
-
-
-def merge_main(argv: Sequence[str] | None = None) -> int:
-    """`verl merge`, whose arguments are read first."""
-    merge_options(argv)
-    from verl.commands.merge import main
-
-    return main(argv)
-
-
-def template_main(argv: Sequence[str] | None = None) -> int:
-    """`verl check-template`, whose arguments are read first."""
-    template_options(argv)
-    from verl.commands.check_template import main
-
-    return main(argv)
-
-
-def data_main(argv: Sequence[str] | None = None) -> int:
-    """`verl check-data`, whose arguments are read first."""
-    data_options(argv)
-    from verl.commands.check_data.command import main
-
-    return main(argv)
-
-
-def reward_main(argv: Sequence[str] | None = None) -> int:
-    """`verl check-reward`, whose arguments are read first."""
-    reward_options(argv)
-    from verl.commands.check_reward.command import main
-
-    return main(argv)
 
 
 def merge_options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """`python -m verl.model_merger`: the same as `verl merge`."""
 
-from verl.commands.parsers import merge_main
+from verl.commands.mains import merge_main
 from verl.utils.errors import VerlError
 from verl.utils.process_end import end_process, say_error
 

@@ -21,8 +21,9 @@ from verl.runtime.pools import Pool
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.adapters import publishes_adapters
 from verl.workers.rollout.base import rollout_dtype
+from verl.workers.rollout.engines import rollout_engine_of
 from verl.workers.rollout.native.cache_limits import CPU_CACHE_BYTES
-from verl.workers.rollout.registry import Weights, rollout_engine_of
+from verl.workers.rollout.registry import Weights
 
 STATES_OF_OPTIMIZER = {"SGD": 0, "RMSprop": 1, "Adagrad": 1}  # numbers a parameter; Adam and its relatives have 2
 
@@ -222,7 +223,7 @@ class _PoolEstimate:
         stays = stays or keeps_cache(self.config)  # as long as answers are unfinished
         always = splits_rollout(self.config) or stays
         engine = rollout_engine_of(self.config.actor_rollout_ref)
-        rows = self._of_server("rollout", weights, cache, always, always or engine.sleeps_with_weights)
+        rows = self._of_server("rollout", weights, cache, always, always or engine.traits.sleeps_with_weights)
         return rows, 0.0 if cache is not None else rollout.gpu_memory_utilization
 
     def _of_server(

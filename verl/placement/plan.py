@@ -13,7 +13,8 @@ from verl.config.reward import reward_model_place
 from verl.config.rollout import RolloutConfig
 from verl.runtime.pools import Pool
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.registry import Weights, rollout_engine_of
+from verl.workers.rollout.engines import rollout_engine_of
+from verl.workers.rollout.registry import Weights
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
@@ -287,15 +288,15 @@ def _rollout_replicas(config: RunConfig, pool: Pool, machine: Machine, runtime: 
             f"{ROLLOUT}.tensor_model_parallel_size={tensor} x data_parallel_size={data} with rollout.name="
             f"{rollout.name}, a replica of which has one device; set both to 1, or use {ROLLOUT}.name=vllm"
         )
-    joins_server = registered.joins_server and rollout.server.url is not None
+    joins_server = registered.traits.joins_server and rollout.server.url is not None
     if joins_server or registered.weights is Weights.REMOTE or (machine.kind == "cpu" and not split):
         return Replicas("rollout", pool.name, replicas_without_devices(rollout, notes), tensor, on_devices=False)
     made = _fitted(Replicas("rollout", pool.name, 0, tensor, data), pool, rollout.num_replicas, ROLLOUT)
-    on_ranks = runtime != "ray" or registered.starts_on_nodes  # Ray's ranks may have other devices
+    on_ranks = runtime != "ray" or registered.traits.starts_on_nodes  # Ray's ranks may have other devices
     if on_ranks and not split and machine.kind != "cpu":
         _check_ranks_of_the_transport(made, pool, rollout.checkpoint_engine.backend)
     several = made.count > 1 and rollout.num_replicas is None and data == 1 and not split
-    if runtime == "ray" and several and not registered.starts_on_nodes:
+    if runtime == "ray" and several and not registered.traits.starts_on_nodes:
         notes.append(
             f"{made.count} replicas of rollout.name={rollout.name} are planned, and beside ranks on Ray a run of this "
             f"version starts one, on the driver's machine; {ROLLOUT}.num_replicas=1 plans that one"

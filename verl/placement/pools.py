@@ -32,7 +32,8 @@ from verl.runtime.ray_cluster import Devices, join_cluster, release, reserve
 from verl.runtime.ray_group import RayGroup
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
-from verl.workers.rollout.registry import Weights, rollout_engine_of
+from verl.workers.rollout.engines import rollout_engine_of
+from verl.workers.rollout.registry import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def plan_run(config: RunConfig) -> Plan:
     check_devices_asked_for(config.trainer, platform, dict(devices_beside_actor(config).values()))
     arr = config.actor_rollout_ref
     alone = runtime == "ray" and arr.rollout.num_replicas is None and not splits_rollout(config)
-    if alone and _has_copies_on_devices(config, plan) and not rollout_engine_of(arr).starts_on_nodes:
+    if alone and _has_copies_on_devices(config, plan) and not rollout_engine_of(arr).traits.starts_on_nodes:
         plan = replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
     _check_replicas_can_start(config, plan)
     _check_reward_model_can_start(config, plan)
@@ -107,7 +108,7 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
             f"replica is planned by `verl plan`, but a run starts such replicas of rollout.name=vllm on one machine "
             f"({plan.rollout_pool.per_node} devices) only; set {ROLLOUT}.data_parallel_size=1{then}"
         )
-    splits, starts_on_nodes = splits_rollout(config), rollout_engine_of(config.actor_rollout_ref).starts_on_nodes
+    splits, starts_on_nodes = splits_rollout(config), rollout_engine_of(config.actor_rollout_ref).traits.starts_on_nodes
     if plan.runtime == "ray" and (replicas.count > 1 or splits) and not starts_on_nodes:
         key = "actor_rollout_ref.hybrid_engine=False or rollout.nnodes" if splits else f"{ROLLOUT}.num_replicas"
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from verl.utils.errors import ConfigError
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function, by name
+BEAT_S = 0.25  # between two signs of life of its process, at most
 GENERATORS = "generators of its process"  # the one argument of a call that only exchanges their states
 PLURALS = {  # of one that scores several answers in one call
     "data_source": "data_sources",
@@ -15,6 +16,36 @@ PLURALS = {  # of one that scores several answers in one call
     "ground_truth": "ground_truths",
     "extra_info": "extra_infos",
 }
+
+
+@dataclass(frozen=True)
+class ManagerSource:
+    """A user's manager class, and what its instance is made with."""
+
+    path: str
+    name: str
+    config: Any
+    tokenizer: Any
+    keywords: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ScorerSource:
+    """Where a process finds the function, and what that gets with every call."""
+
+    path: str | None  # None: the built-in scorers
+    name: str
+    kwargs: dict[str, Any]
+    search_path: tuple[str, ...]  # sys.path of the driver
+    num_threads: int = 1
+    timeout_s: float | None = None
+    is_batched: bool = False
+    manager: ManagerSource | None = None
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life: at least four for a limit."""
+        return BEAT_S if self.timeout_s is None else min(BEAT_S, self.timeout_s / 4)
 
 
 class RewardTimeoutError(Exception):

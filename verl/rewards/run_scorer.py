@@ -8,11 +8,12 @@ from typing import Any
 from verl.config import RewardConfig, RunConfig
 from verl.config.reward import RM
 from verl.rewards.base import Reward
+from verl.rewards.calls import ManagerSource, ScorerSource
 from verl.rewards.function_reward import CallRules, FunctionReward
 from verl.rewards.managers import PENALTY_KEYS, ManagerOfClass
 from verl.rewards.model_reward import MixedReward, ModelReward
 from verl.rewards.scorers.sandbox_fusion import sandbox_arguments
-from verl.rewards.scoring_child import KEY, ManagerSource, ScorerSource
+from verl.rewards.scoring_child import KEY
 from verl.rewards.scoring_pool import PoolChild, ScoringPool
 from verl.rewards.scoring_process import LocalChild, RayChild
 from verl.runtime.ray_objects import is_joined

@@ -17,50 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from numbers import Real
 from typing import Any
 
 from verl.rewards.base import NoScorerError
-from verl.rewards.calls import GENERATORS, check_signature, is_async
+from verl.rewards.calls import GENERATORS, ManagerSource, ScorerSource, check_signature, is_async
 from verl.rewards.scorer_lookup import score_row
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.external_code import load_object, user_traceback
 
-BEAT_S, SEED = 0.25, 0
+SEED = 0
 KEY = "reward.custom_reward_function"
-
-
-@dataclass(frozen=True)
-class ManagerSource:
-    """A user's manager class, and what its instance is made with."""
-
-    path: str
-    name: str
-    config: Any
-    tokenizer: Any
-    keywords: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ScorerSource:
-    """Where a process finds the function, and what that gets with every call."""
-
-    path: str | None  # None: the built-in scorers
-    name: str
-    kwargs: dict[str, Any]
-    search_path: tuple[str, ...]  # sys.path of the driver
-    num_threads: int = 1
-    timeout_s: float | None = None
-    is_batched: bool = False
-    manager: ManagerSource | None = None
-
-    @property
-    def beat_s(self) -> float:
-        """Seconds between two signs of life: at least four for a limit."""
-        return BEAT_S if self.timeout_s is None else min(BEAT_S, self.timeout_s / 4)
 
 
 class ScoringChild:

@@ -22,9 +22,9 @@ from verl.rewards.calls import (
     ProcessLostError,
     RemoteCallError,
     RewardTimeoutError,
+    ScorerSource,
     limit_text,
 )
-from verl.rewards.scoring_child import ScorerSource
 from verl.rewards.worker_slots import OfProcess
 from verl.runtime.child import ChildLostError
 from verl.runtime.event_loop import EventLoopThread

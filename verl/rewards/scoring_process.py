@@ -10,7 +10,8 @@ from socket import socketpair
 from struct import pack, unpack
 from typing import Any
 
-from verl.rewards.scoring_child import ScorerSource, ScoringChild
+from verl.rewards.calls import ScorerSource
+from verl.rewards.scoring_child import ScoringChild
 from verl.rewards.scoring_pool import Reply, Request
 from verl.runtime.child import Child, ChildLostError, finds_verl
 from verl.utils.errors import ConfigError

@@ -5,10 +5,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.checks.findings import Findings
+from verl.checks.machine import early_findings
 from verl.config import RunConfig, load_config
 from verl.config.run_name import same_command
 from verl.observe.progress import Progress
-from verl.trainer.early_checks import say_early_mistakes
 from verl.trainer.run.files import step_folder
 from verl.trainer.run.folder import claimed_run
 from verl.trainer.run.header import closing_lines, opening_lines, say
@@ -68,9 +69,12 @@ def run_ppo(
     with claimed_run(config) as (config, place):
         for line in opening_lines(config, place):
             announce(line)
-        say_early_mistakes(config, announce)  # the preflight says all, but loads libraries for seconds
+        found = early_findings(config)
+        found.tell_refusals(announce)  # the preparation says all, but loads libraries for seconds
         restarts = Restarts(config, announce)
-        return restarts.run(lambda config: _train(config, announce, restarts, before_steps))
+        return restarts.run(
+            lambda config: _train(config, announce, restarts, before_steps, None if restarts.count else found)
+        )
 
 
 def _train(
@@ -78,6 +82,7 @@ def _train(
     announce: Callable[[str], None],
     restarts: Restarts,
     before_steps: "Callable[[TrainingRun], object]",
+    found: Findings | None,
 ) -> dict[str, float]:
     """Train to the last step, or until a rank is lost."""
     ended_by: BaseException | None = None  # an error while the run closes does not take its place
@@ -87,8 +92,7 @@ def _train(
             progress.stage("loading libraries")
             from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
 
-            run = build_run(config, progress)
-            run.on_begin = restarts.began
+            run = build_run(config, progress, found)
             if restarts.count:
                 run.tracking.gauge("verl_restarts_total", restarts.count)
             for line in run.header_lines():
@@ -103,11 +107,15 @@ def _train(
                 for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
                     announce(line)
 
-            close_traces = [run.traces.close] if run.traces is not None else []
-            for at_end in (say_end, progress.close, *close_traces, run.trainer.close):  # in the reverse order
+            for at_end in (
+                say_end,
+                progress.close,
+                run.observers.close_traces,
+                run.trainer.close,
+            ):  # in the reverse order
                 stack.callback(at_end)
             try:
-                return run.fit()
+                return run.fit(restarts.began)
             except BaseException as error:
                 ended_by = error
                 if run.stop_requested and is_lost(error):

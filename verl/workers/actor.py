@@ -19,7 +19,7 @@ from verl.data.metrics import Metrics
 from verl.data.random_streams import token_draws
 from verl.runtime.group import WorkerGroup
 from verl.utils.errors import DataError
-from verl.workers.batch_dispatch import ShardDispatcher
+from verl.workers.batch_dispatch import OnSequences, ShardDispatcher, ignore
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching, with_loss_weights
 
@@ -27,10 +27,11 @@ from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching
 class Actor:
     """Log-probs and updates of the policy over a worker group."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup):
+    def __init__(self, config: RunConfig, group: WorkerGroup, on_sequences: OnSequences = ignore):
         self.config, self.group = config, group
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, actor.use_prefix_grouper)
+        shared, balanced = actor.use_prefix_grouper, config.trainer.balance_batch
+        self.dispatcher = ShardDispatcher(group, balanced, shared, on_sequences=on_sequences)
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed

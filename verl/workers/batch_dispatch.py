@@ -15,6 +15,12 @@ from verl.runtime.group import WorkerGroup
 from verl.workers.engine.prompt_sharing import pays_to_share
 from verl.workers.engine_worker import RankBatch
 
+OnSequences = Callable[[int, int], None]  # told how many of so many sequences a pass has done
+
+
+def ignore(done: int, of: int) -> None:
+    """Tells nobody how far a pass is."""
+
 
 class ShardDispatcher:
     """Calls the `EngineWorker` of every rank as one. A batch's statistics do not depend on how it is sharded.
@@ -30,6 +36,7 @@ class ShardDispatcher:
         balanced: bool = True,
         share_prompts: bool | str = False,
         timed_output: str = "logprobs",
+        on_sequences: OnSequences = ignore,
     ):
         self.group, self.balanced, self.share_prompts, self.timed_output = group, balanced, share_prompts, timed_output
         self.shares_prompts = share_prompts is True  # in the last pass
@@ -40,7 +47,7 @@ class ShardDispatcher:
         if share_prompts == "auto" and not model_facts["shares_prompts"]:
             self.share_prompts = False
         self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, maximum over ranks
-        self.on_sequences: Callable[[int, int], None] = lambda done, of: None  # told how far a pass is
+        self.on_sequences = on_sequences
         self.begin_update(0)
 
     def forward(

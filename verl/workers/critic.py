@@ -14,7 +14,7 @@ from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
 from verl.utils.errors import ConfigError
 from verl.workers.actor import with_schedule_length
-from verl.workers.batch_dispatch import ShardDispatcher
+from verl.workers.batch_dispatch import OnSequences, ShardDispatcher, ignore
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching, with_loss_weights
 
@@ -22,11 +22,11 @@ from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching
 class Critic:
     """Values and updates of the value model over a worker group."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup):
+    def __init__(self, config: RunConfig, group: WorkerGroup, on_sequences: OnSequences = ignore):
         self.config, self.group = config, group
         critic = config.critic
         shared = config.actor_rollout_ref.actor.use_prefix_grouper and "auto"  # its layers are its own
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, shared, "values")
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, shared, "values", on_sequences)
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )

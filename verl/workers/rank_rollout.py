@@ -11,8 +11,8 @@ from verl.models.load import build_config, load_causal_lm, load_tokenizer
 from verl.workers.engine.base import BaseEngine
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, rollout_dtype
 from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.engines import find_rollout_engine
 from verl.workers.rollout.native.engine import in_place_inputs
-from verl.workers.rollout.registry import find_rollout_engine
 
 
 @dataclass(frozen=True)

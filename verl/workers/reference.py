@@ -10,7 +10,7 @@ from verl.config.check import actor_is_reference
 from verl.data.batch import Batch
 from verl.models.lora import wants_lora
 from verl.runtime.group import WorkerGroup
-from verl.workers.batch_dispatch import ShardDispatcher
+from verl.workers.batch_dispatch import OnSequences, ShardDispatcher, ignore
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_worker import EngineWorker, WorkerWithoutAdapters, micro_batching
 
@@ -18,9 +18,10 @@ from verl.workers.engine_worker import EngineWorker, WorkerWithoutAdapters, micr
 class Reference:
     """Log-probs of the policy as it was before training."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup):
+    def __init__(self, config: RunConfig, group: WorkerGroup, on_sequences: OnSequences = ignore):
         arr = config.actor_rollout_ref
-        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch, arr.actor.use_prefix_grouper)
+        shared, balanced = arr.actor.use_prefix_grouper, config.trainer.balance_batch
+        self.dispatcher = ShardDispatcher(group, balanced, shared, on_sequences=on_sequences)
         ref, rollout = arr.ref, arr.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.micro = micro_batching(ref, LOG_PROB_BATCHING_KEYS, ranks_per_replica(config))

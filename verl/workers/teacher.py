@@ -13,7 +13,7 @@ from verl.models.head.chosen_tokens import TopLogits
 from verl.models.load import build_config
 from verl.runtime.pools import WorkerPools
 from verl.utils.errors import ConfigError, DataError
-from verl.workers.batch_dispatch import ShardDispatcher, gather_columns
+from verl.workers.batch_dispatch import OnSequences, ShardDispatcher, gather_columns, ignore
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_worker import EngineWorker, micro_batching
 
@@ -23,20 +23,23 @@ Forward = tuple[ShardDispatcher, float]  # a teacher's ranks, and its temperatur
 class Teachers:
     """The teachers' columns of a batch. `teacher_of_row` names each row's teacher; without, all have the only one."""
 
-    def __init__(self, config: RunConfig, pools: WorkerPools, teacher_of_row: Mapping[int, str] | None):
+    def __init__(
+        self,
+        config: RunConfig,
+        pools: WorkerPools,
+        teacher_of_row: Mapping[int, str] | None,
+        on_sequences: OnSequences = ignore,
+    ):
         arr, self.teacher_of_row = config.actor_rollout_ref, teacher_of_row
         sampling = arr.rollout.temperature if arr.rollout.do_sample else 1.0
         self.forwards: dict[str, Forward] = {}
         for teacher in teachers(config.distillation):
             group = pools.for_role(role_name(teacher.name))
-            dispatcher = ShardDispatcher(group, config.trainer.balance_batch, arr.actor.use_prefix_grouper)
+            shared, balanced = arr.actor.use_prefix_grouper, config.trainer.balance_batch
+            dispatcher = ShardDispatcher(group, balanced, shared, on_sequences=on_sequences)
             self.forwards[teacher.name] = (dispatcher, teacher.temperature or sampling)
         self.micro = micro_batching(arr.ref, LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence)
         self.use_topk = DISTILLATION_LOSSES.get(config.distillation.distillation_loss.loss_mode).use_topk
-
-    @property
-    def dispatchers(self) -> list[ShardDispatcher]:
-        return [dispatcher for dispatcher, _ in self.forwards.values()]
 
     def annotate(self, batch: Batch) -> Batch:
         """Adds teacher_top_ids and teacher_top_logprobs, or teacher_logprobs, as the distillation loss asks."""

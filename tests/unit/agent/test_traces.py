@@ -57,17 +57,18 @@ def converse(tokenizer: Any, tool_file: Path) -> Converse:
         said: list[str] = []
         runner: AgentRunner = make_agent_runner(tokenizer, tool_file)
         writer = TraceWriter(backend, TRACE_BACKENDS[backend], RunInfo("a project", "a run"), said.append)
-        runner.traces = TraceRecorder(writer, lambda ids: tokenizer.decode(ids), **settings)
+        traces = TraceRecorder(writer, lambda ids: tokenizer.decode(ids), **settings)
 
         async def answer(group: int) -> None:
             engine = ScriptedEngine(tokenizer, TURNS)
-            found = await runner.answer(row(agent_name=loop), group, SamplingParams(n=n, max_tokens=300), engine)
+            sampling = SamplingParams(n=n, max_tokens=300)
+            found = await runner.answer(row(agent_name=loop), group, sampling, engine, traces)
             scored = [replace(t, reward=float(i), score_parts={"part": i}) for i, t in enumerate(found, start=1)]
-            runner.traces.scored(scored, [None] * len(scored), time.time_ns())
+            traces.scored(scored, [None] * len(scored), time.time_ns())
 
         for group in groups:
             asyncio.run(answer(group))
-        runner.traces.close()
+        traces.close()
         return said
 
     return run

@@ -10,11 +10,13 @@ from tests.conftest import ROOT
 from tests.e2e import jobs
 from tests.launched_scripts import LaunchedScripts
 from tests.reward_models import save_reward_model
+from verl.checks.findings import Findings
+from verl.checks.loaded import check_engine_and_algorithm
+from verl.checks.machine import early_findings
 from verl.config import load_config
 from verl.config.check import check_can_start
 from verl.config.distillation import teachers
-from verl.trainer.ppo.preparation import check_engine_and_algorithm, prepare_run
-from verl.trainer.preflight import Findings
+from verl.trainer.ppo.preparation import prepare_run
 from verl.utils.external_code import load_module
 
 cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "test")
@@ -101,8 +103,8 @@ def test_the_preflight_of_a_recipe_refuses_nothing_but_the_absent_gpus(name, lau
     scoring = [o for o in cpu.overrides(name, tmp_path, 1, 1) if o.startswith("reward.")]
     local = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]", *scoring]
     arguments, _ = launched(f"examples/{cpu.RECIPES[name]}", *local, **sizes)
-    found = Findings()
-    prepare_run(load_supported(arguments), found)
+    config = load_supported(arguments)
+    prepare_run(config, found := early_findings(config))
     assert {row.name for row in found.rows if row.status.name == "BAD"} <= ABOUT_DEVICES
 
 

@@ -13,12 +13,13 @@ import pytest
 
 from tests.conftest import ROOT, import_or_skip, skip_or_fail
 from tests.unit.observe.test_tracking import leveldb_records
+from verl.checks.machine import early_findings
 from verl.config import load_config
+from verl.observe.progress import Progress
 from verl.observe.tracker_checks import check_trackers
 from verl.observe.trackers import ConsoleBackend
 from verl.observe.tracking import BACKENDS, Tracking, TrackingError
-from verl.trainer.early_checks import early_mistakes
-from verl.trainer.ppo.run_setup import build_tracking
+from verl.trainer.ppo.observers import Observers
 from verl.utils.errors import ConfigError
 
 SAMPLES = [("2+2?\n", "4", "it | is <b>4</b>", 1.0), ("1+1?", "2", "12", None)]
@@ -142,7 +143,7 @@ def test_a_tracker_without_its_library_says_what_to_install(tracker: str, extra:
 
 def test_a_refused_tracker_is_one_mistake_with_its_reason():
     config = load_config(["trainer.logger=[console,vemlp_wandb]", "actor_rollout_ref.model.path=/nowhere"])
-    about = [str(error) for error in early_mistakes(config).errors if "vemlp_wandb" in str(error)]
+    about = [str(error) for error in early_findings(config).errors if "vemlp_wandb" in str(error)]
     assert len(about) == 1 and "not on PyPI" in about[0] and "WANDB_BASE_URL" in about[0]
 
 
@@ -192,9 +193,9 @@ def test_the_key_reaches_the_trackers_of_a_run(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match="wandb is not installed; pip install"):
         check_trackers(config.trainer.logger, config.trainer.tracker_errors)
     with pytest.raises(TrackingError, match="'wandb' could not start: no route to init"):
-        build_tracking(config)
+        Observers(config, None, Progress.silent())
     config = load_config(asked)
     check_trackers(config.trainer.logger, config.trainer.tracker_errors)
-    assert list(build_tracking(config).backends) == ["console"]
+    assert list(Observers(config, None, Progress.silent()).tracking.backends) == ["console"]
     said = "warning: tracker 'wandb' could not start: no route to init; the run goes on without it\n"
     assert capsys.readouterr().out == said

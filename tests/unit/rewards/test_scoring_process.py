@@ -190,7 +190,7 @@ def test_prime_needs_a_limit():
 
 DRIVER = """
 import asyncio, sys
-from verl.rewards.scoring_child import ScorerSource
+from verl.rewards.calls import ScorerSource
 from verl.rewards.scoring_pool import ScoringPool
 from verl.rewards.scoring_process import LocalChild
 pool = ScoringPool(ScorerSource(sys.argv[1], "compute_score", {}, tuple(sys.path)), LocalChild.start)

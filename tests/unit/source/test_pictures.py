@@ -46,7 +46,7 @@ def test_a_new_column_or_room_changes_the_picture(monkeypatch):
     assert draw_columns() != drawn
     monkeypatch.setattr(draw_architecture, "LAYERS", (*draw_architecture.LAYERS, ("attic",)))
     monkeypatch.setitem(PURPOSES, "attic", "things")
-    assert rooms(draw_house()) == [("12", "attic", "things"), *house]
+    assert rooms(draw_house()) == [("13", "attic", "things"), *house]
 
 
 def test_a_function_without_a_stage_is_named(monkeypatch):

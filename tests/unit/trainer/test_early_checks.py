@@ -9,11 +9,11 @@ import pytest
 
 from tests.e2e import jobs
 from verl import config
+from verl.checks.machine import early_findings
 from verl.config import load_config
 from verl.config.algorithm import ESTIMATORS
 from verl.config.engine import STRATEGIES
 from verl.trainer import main_ppo, sft_trainer
-from verl.trainer.early_checks import early_mistakes
 from verl.workers.engine.base import EngineRegistry
 
 ARR = "actor_rollout_ref"
@@ -192,12 +192,12 @@ def test_names_that_others_may_register_are_not_refused_early(
 ):
     words = [f"{ARR}.model.path={tmp_path}", "algorithm.adv_estimator=mine", "trainer.device=mine"]
     monkeypatch.delitem(sys.modules, "verl.algorithms.advantage_registry")  # a fresh command has not loaded it
-    alone = [str(error) for error in early_mistakes(load_config(words)).errors]
+    alone = [str(error) for error in early_findings(load_config(words)).errors]
     if way == "modules":
         monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
     else:
         words.append(f"{ARR}.model.external_lib=mine")
-    others = [str(error) for error in early_mistakes(load_config(words)).errors]
+    others = [str(error) for error in early_findings(load_config(words)).errors]
     assert sum("mine" in error for error in alone) == 2 and not any("mine" in error for error in others)
 
 

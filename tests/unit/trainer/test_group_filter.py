@@ -82,7 +82,8 @@ def source(
     tokenizer = make_tokenizer("0123456789=")
     rows = load_prompts(str(tmp_path / "rows.jsonl"), DataConfig(max_prompt_length=64), tokenizer)
     digits = SimpleNamespace(decode=lambda ids, **_: str(ids[0]))
-    collector = RolloutCollector(LateEngine(seed), ByRow(), digits, SimpleNamespace(answer=single_turn))  # type: ignore[arg-type]
+    runner = SimpleNamespace(answer=lambda *of_row: single_turn(*of_row[:4]))  # without traces
+    collector = RolloutCollector(LateEngine(seed), ByRow(), digits, runner)  # type: ignore[arg-type]
     return SyncSource(PromptSampler(rows, seed=3), collector, SAMPLES, rules=rules, **more)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from verl.checks.findings import Findings
 from verl.config import ConfigError, RunConfig, load_config
 from verl.placement import devices, plan
 from verl.placement import pools as placement
@@ -19,7 +20,7 @@ from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer import sft_trainer
 from verl.trainer.sft import rank_launch
-from verl.workers.rollout.registry import rollout_engine_of
+from verl.workers.rollout.engines import rollout_engine_of
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]
@@ -299,7 +300,7 @@ def test_fine_tuning_reports_a_ray_on_this_machine_too(
     for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "local_head", lambda: "10.0.0.1:6379")
-    monkeypatch.setattr(sft_trainer, "say_early_mistakes", lambda *of_a_run: [])
+    monkeypatch.setattr(sft_trainer, "early_findings", lambda config: Findings())
     monkeypatch.setattr(sft_trainer, "check_and_count_ranks", lambda *of_a_run: 2)
     monkeypatch.setattr(rank_launch, "run_torchrun", lambda *of_a_run: 0)
     words = ["model.path=m", "data.train_files=f", f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]

@@ -11,6 +11,9 @@ from types import ModuleType
 import pytest
 
 from tests.e2e import jobs
+from verl.checks.findings import Findings
+from verl.checks.loaded import TrainedModel
+from verl.checks.machine import early_findings
 from verl.commands import doctor
 from verl.config import ConfigError, load_config
 from verl.plugin.findings import Status
@@ -18,7 +21,6 @@ from verl.plugin.platform import get_platform
 from verl.runtime.processes import ProcessGroup
 from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.ppo.run_setup import build_run
-from verl.trainer.preflight import Findings, TrainedModel
 from verl.trainer.sft.rank_launch import num_ranks_to_start
 from verl.trainer.sft_trainer import check_and_count_ranks
 
@@ -37,8 +39,9 @@ def config(job: Path, *extra: str):
 
 
 def findings(job: Path, *extra: str) -> Findings:
-    found = Findings()
-    prepare_run(config(job, *extra), found)
+    settings = config(job, *extra)
+    found = early_findings(settings)
+    prepare_run(settings, found)
     return found
 
 
@@ -142,8 +145,9 @@ def test_wandb_without_an_account_and_a_server_without_its_python_are_named(job:
 def test_fine_tuning_says_everything_before_its_ranks(job: Path):
     words = [f"model.path={job}/nowhere", f"data.train_files={job}/none.jsonl", "trainer.device=cpu"]
     words += ["trainer.n_gpus_per_node=2", "trainer.logger=[consol]", "engine.strategy=fsdp3"]
+    settings = load_config(words, "sft_trainer")
     with pytest.raises(ConfigError) as raised:
-        check_and_count_ranks(load_config(words, "sft_trainer"))
+        check_and_count_ranks(settings, early_findings(settings))
     message = str(raised.value)
     assert message.startswith("4 things keep this run from starting:")
     assert all(text in message for text in ("nowhere is not a folder", "none.jsonl does not exist", "consol", "fsdp3"))

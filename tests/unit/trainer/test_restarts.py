@@ -155,13 +155,12 @@ class Run:
         self.train, self.stop_requested, self.complete, self.tracking = train, stop, False, Tracking("toy", "run", [])
         self.header_lines, self.summary = list, SimpleNamespace(lines=lambda complete: ["reached"])
         self.trainer, self.checkpoints = SimpleNamespace(close=call("close")), SimpleNamespace()
-        self.traces = None
+        self.observers = SimpleNamespace(close_traces=lambda: None)
         self.checkpoints.wait_for_copies = call("copies")
-        self.on_begin: Callable[[int], None] = print
         calls.append("build")
 
-    def fit(self) -> dict[str, float]:
-        self.on_begin(0)
+    def fit(self, on_begin: Callable[[int], object]) -> dict[str, float]:
+        on_begin(0)
         self.train()
         return {}
 
@@ -171,7 +170,7 @@ def commanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: Run, build
     left, lines = iter(runs), []
     monkeypatch.setattr(run_setup, "build_run", build or (lambda *given: next(left)))
     restarts = Restarts(config(tmp_path), lines.append)
-    restarts.run(lambda config: main_ppo._train(config, lines.append, restarts, lambda run: None))
+    restarts.run(lambda config: main_ppo._train(config, lines.append, restarts, lambda run: None, None))
     return lines
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from verl.checks.config import unusual_value_lines
 from verl.config import load_config
-from verl.trainer.unusual_values import unusual_value_lines
 
 ACTOR = "actor_rollout_ref.actor"
 

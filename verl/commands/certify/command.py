@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from verl.checks.findings import Findings
+from verl.checks.machine import MODEL_KEY, check_files, check_model_place
 from verl.config import HFModelConfig, RunConfig, load_config, schema
 from verl.config.check import uses_critic
-from verl.data.file_places import data_paths
 from verl.observe.progress import Progress
-from verl.trainer.early_checks import check_model_place
-from verl.utils.errors import ConfigError, Mistakes, VerlError
+from verl.utils.errors import ConfigError, VerlError
 from verl.utils.process_end import say_error
 
 HELP = """Check that the gradient does not depend on how a mini-batch is split, packed and computed.
@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_models_and_files(config: RunConfig, tiny: bool) -> None:
     """One error with the models, data files and engines that are not there, before heavy libraries are loaded."""
-    mistakes, arr = Mistakes(), config.actor_rollout_ref
-    models: list[tuple[HFModelConfig, str]] = [(arr.model, arr.actor.strategy)]
-    models += [(config.critic.model, config.critic.strategy)] if uses_critic(config) else []
-    for model, strategy in models:
+    found, arr = Findings("things keep this configuration from being checked"), config.actor_rollout_ref
+    models: list[tuple[str, HFModelConfig, str]] = [(MODEL_KEY, arr.model, arr.actor.strategy)]
+    models += [("critic.model.path", config.critic.model, config.critic.strategy)] if uses_critic(config) else []
+    for key, model, strategy in models:
         if model.path:
-            check_model_place(model, strategy, mistakes)
+            check_model_place(key, model, strategy, found)
         elif not tiny:
-            mistakes.add(ConfigError("no model.path; give the folder of a model, or --tiny for a small random one"))
+            without = "no model.path; give the folder of a model, or --tiny for a small random one"
+            found.refusal(key, ConfigError(without))
     default = schema.keys(RunConfig)["data.train_files"].default
     if config.data.train_files not in (default, os.path.expanduser(default)):  # without: random prompts
-        with mistakes:
-            data_paths(config.data.train_files)
-    mistakes.raise_if_any("things keep this configuration from being checked")
+        check_files("data.train_files", config.data.train_files, found)
+    found.raise_refusals()

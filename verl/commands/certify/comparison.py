@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from verl.checks.findings import Findings
+from verl.checks.loaded import check_engine_and_algorithm, check_weights_are_there, find_device
+from verl.checks.machine import MODEL_KEY
 from verl.commands.certify import definition
 from verl.commands.certify.certificate import MAX_RATIO, MAX_REPEAT_ERROR, TOLERANCE, Certificate, CertificateRow
 from verl.commands.certify.float64 import keep_float64
@@ -20,7 +23,7 @@ from verl.commands.certify.random_batch import random_trajectories, with_loss_co
 from verl.commands.certify.rank_gradients import RankGradients
 from verl.commands.certify.subject import Subject, build_engine, subjects, with_random_adapters, with_tiny_model
 from verl.commands.certify.variants import Variant, local_variants, prefix_sharing_variants, rank_variants
-from verl.config import AlgorithmConfig, RunConfig, SFTConfig
+from verl.config import AlgorithmConfig, HFModelConfig, RunConfig, SFTConfig
 from verl.config.check import trained_actor, uses_critic
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
@@ -30,8 +33,6 @@ from verl.models.lora import add_adapters, wants_lora
 from verl.models.registry import check_prefix_sharing, runs_packed
 from verl.observe.progress import Progress
 from verl.plugin.platform import choose_platform
-from verl.trainer.ppo.preparation import check_engine_and_algorithm
-from verl.trainer.preflight import Findings, check_weights_are_there, find_device
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external
 from verl.workers.engine.precision import Precision
@@ -251,12 +252,14 @@ def check_certifiable(config: RunConfig, tiny: bool) -> None:
         )
     found = Findings()
     find_device(config.trainer.device, found)
-    models = [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]
-    if all(found.check("external_lib", partial(import_external, model.external_lib)) for model in models):
+    models: dict[str, HFModelConfig] = {MODEL_KEY: config.actor_rollout_ref.model}
+    if uses_critic(config):
+        models["critic.model.path"] = config.critic.model
+    if all(found.check("external_lib", partial(import_external, model.external_lib)) for model in models.values()):
         check_engine_and_algorithm(config, found)
-    for model in models:
+    for key, model in models.items():
         if model.path and not tiny:
-            found.check("model", partial(check_weights_are_there, model))
+            found.check(key, partial(check_weights_are_there, model))
     found.refuse()
 
 

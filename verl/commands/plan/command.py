@@ -3,10 +3,9 @@ asynchronous training would gain. Nothing is started."""
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 
-from verl.config import RunConfig, load_config
+from verl.commands.plan.run_config import load_run_config
 from verl.utils.errors import ConfigError
 
 EPILOG = """Planned are the devices that the keys ask for, whether this machine has them or not; without
@@ -60,13 +59,3 @@ def _plan_schedule(options: argparse.Namespace, words: Sequence[str]) -> int:
 
     print_schedule(options.schedule, words, options.json)
     return 0
-
-
-def load_run_config(words: Sequence[str]) -> RunConfig:
-    """The configuration that `words` give over the preset; a run says its warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = load_config(words)
-    if not isinstance(config, RunConfig):
-        raise ConfigError("this command is for runs of main_ppo; drop --config-name")
-    return config

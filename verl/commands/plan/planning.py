@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from verl.commands.plan.command import load_run_config
+from verl.commands.plan.run_config import load_run_config
 from verl.config import RunConfig
 from verl.models.parameter_counts import ParameterCounts
 from verl.placement.devices import chosen_runtime

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from verl.commands.plan.command import load_run_config
 from verl.commands.plan.decode_step import DecodeStep, find_decode_steps
 from verl.commands.plan.observed_steps import ObservedRun, observe
+from verl.commands.plan.run_config import load_run_config
 from verl.commands.plan.schedule_simulation import Costs, Outcome, Schedule, simulate
 from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, SYNC, staleness
 from verl.placement.tables import columns
-from verl.trainer.ppo.needs import num_parts
+from verl.trainer.ppo.facts import num_parts
 from verl.utils.errors import ConfigError
 
 MODE = "trainer.v1.trainer_mode"

@@ -172,17 +172,16 @@ def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str]
 
 def say_expected_time(run: "TrainingRun") -> None:
     """Have the run print how long it will take, by its first steps but the very first, which is slower."""
-    ends, others = list[float](), run.after_step
+    ends = list[float]()
 
     def after_step() -> None:
-        others()
         ends.append(time.perf_counter())
         steps_left = run.total_steps - run.trainer.global_step
         if len(ends) == NUM_TIMED and steps_left:
             step_s = (ends[-1] - ends[0]) / (NUM_TIMED - 1)
             print(f"     {step_s:.2f} s a step: about {format_duration(step_s * steps_left)} to go", flush=True)
 
-    run.after_step = after_step
+    run.observers.after_step.append(after_step)
 
 
 def keep_quiet(line: str) -> None:

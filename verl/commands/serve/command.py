@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checks.findings import Findings
+from verl.checks.machine import MODEL_KEY, check_model_place, check_rollout_engine
 from verl.commands.serve.address import cannot_listen, check_address
 from verl.config import RunConfig, load_config
 from verl.config.load import pop_unread_keys
-from verl.trainer.early_checks import check_model_place
-from verl.trainer.engine_installed import check_rollout_engine_is_installed
-from verl.utils.errors import ConfigError, Mistakes, VerlError
+from verl.utils.errors import ConfigError, VerlError
 from verl.utils.paths import model_name
 from verl.utils.process_end import end_process, say_error
 
@@ -71,25 +71,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_server(overrides: list[str], options: argparse.Namespace) -> int:
     """Check everything, then serve until interrupted."""
-    mistakes = Mistakes()  # that can be seen before heavy libraries are loaded
-    with mistakes:
-        check_options(options)
-    with mistakes:
-        check_address(options.host, options.port)
+    found = Findings("things keep the server from starting")  # that can be seen before heavy libraries are loaded
+    found.check("options", lambda: check_options(options))
+    found.check("address", lambda: check_address(options.host, options.port))
     try:
         import aiohttp  # noqa: F401
     except ImportError:
-        mistakes.add(ConfigError("`verl serve` needs aiohttp: pip install -e '.[serve]'"))
-    with mistakes:
-        config = load_config(overrides)
+        found.refusal("aiohttp", ConfigError("`verl serve` needs aiohttp: pip install -e '.[serve]'"))
+    config = found.run("configuration", lambda: load_config(overrides))
+    if config is not None:
         arr = config.actor_rollout_ref
-        with mistakes:
-            check_rollout_engine_is_installed(arr)
+        check_rollout_engine(arr, found)
         if arr.model.path:
-            check_model_place(arr.model, arr.actor.strategy, mistakes)
+            check_model_place(MODEL_KEY, arr.model, arr.actor.strategy, found)
         else:
-            mistakes.add(ConfigError("no model is named; give its folder: verl serve model=DIR"))
-    mistakes.raise_if_any("things keep the server from starting")
+            found.refusal(MODEL_KEY, ConfigError("no model is named; give its folder: verl serve model=DIR"))
+    found.raise_refusals()
+    assert config is not None  # without a refusal
     server = build_server(config, options)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("verl.commands.serve").setLevel(logging.INFO)

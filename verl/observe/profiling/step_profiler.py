@@ -25,11 +25,17 @@ class ProfiledServers(Protocol):
 class StepProfiler:
     """Records `steps` on the ranks that their own settings select; consecutive steps are one profile, if `together`."""
 
-    def __init__(self, steps: list[int], together: bool, broadcast: Broadcast, note: Callable[[str], None]):
+    def __init__(
+        self,
+        steps: list[int],
+        together: bool,
+        broadcast: Broadcast,
+        note: Callable[[str], None],
+        servers: ProfiledServers | None = None,
+        on_written: Callable[[str, list[str]], object] = lambda name, files: None,
+    ):
         self.steps, self.together = set(steps), together
-        self.broadcast, self.note = broadcast, note
-        self.servers: ProfiledServers | None = None
-        self.on_written: Callable[[str, list[str]], object] = lambda name, files: None  # of one profile
+        self.broadcast, self.note, self.servers, self.on_written = broadcast, note, servers, on_written
         self.slices: list[Slice] = []
         self._open: list[tuple[str, int]] = []
         self._cursor = 0  # where the last slice that `add` placed has ended

@@ -5,34 +5,16 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.algorithms.distillation import DISTILLATION_LOSSES, check_distillation
+from verl.algorithms.distillation import DISTILLATION_LOSSES
+from verl.checks.findings import Findings
+from verl.checks.loaded import check_weights_are_there
 from verl.config import RunConfig
-from verl.config.check import trained_actor
-from verl.config.distillation import Teacher, requested_server_keys, teachers
+from verl.config.distillation import Teacher, teachers
 from verl.data.prompts import PromptDataset
 from verl.models.load import load_tokenizer
-from verl.trainer.preflight import Findings, check_weights_are_there
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.suggest import did_you_mean
 from verl.workers.teacher import check_same_vocabulary, check_topk, teacher_model
-
-
-def check_distillation_loss(config: RunConfig, found: Findings) -> None:
-    """The loss, after external_lib, which may register it."""
-    loss = config.distillation.distillation_loss
-    doubts = found.run(
-        "distillation loss",
-        lambda: check_distillation(loss, trained_actor(config)),
-        lambda _: loss.loss_mode,
-    )
-    for text in doubts or ():
-        found.warn("distillation loss", text)
-    if servers := requested_server_keys(config.distillation):
-        found.warn(
-            "teachers",
-            f"{', '.join(servers)} has no effect: teachers run on the actor's devices, with the settings of "
-            "actor_rollout_ref.ref",
-        )
 
 
 def check_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings) -> None:

@@ -8,7 +8,8 @@ from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.registry import Weights, rollout_engine_of
+from verl.workers.rollout.engines import rollout_engine_of
+from verl.workers.rollout.registry import Weights
 from verl.workers.rollout.reissuing import ReissuingEngine
 
 NO, ASK_AGAIN, PAUSE = "no", "ask_again", "pause"
@@ -42,7 +43,7 @@ def check_parking(config: RunConfig, plan: Plan) -> None:
     if (parked := parks(config)) == NO:
         return
     registered = rollout_engine_of(config.actor_rollout_ref)
-    if parked == PAUSE and not registered.keeps_cache:
+    if parked == PAUSE and not registered.traits.keeps_cache:
         raise ConfigError(
             f"actor_rollout_ref.rollout.kv_cache_on_publish={rollout.kv_cache_on_publish} needs an engine that keeps "
             f"the KV cache of unfinished answers over a publish: rollout.name=native or vllm; rollout.name="

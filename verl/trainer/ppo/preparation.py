@@ -10,11 +10,26 @@ from transformers import PreTrainedTokenizerBase
 from verl.agent import single_turn
 from verl.agent.agent_runner import AgentRunner
 from verl.agent.tool_agent import TOOL_AGENT
-from verl.algorithms.advantages import check_advantage
-from verl.algorithms.losses import get_policy_loss
-from verl.algorithms.old_logprobs import keeps_published_weights
+from verl.checks.findings import Findings
+from verl.checks.loaded import (
+    TrainedModel,
+    check_disk_room,
+    check_engine_and_algorithm,
+    find_device,
+    find_tokenizer,
+    warn_of_narrow_parameters,
+)
+from verl.checks.machine import (
+    FUNCTION,
+    MANAGER,
+    MODEL_KEY,
+    REWARD_MODEL,
+    ROWS_CLASS,
+    check_rollout_engine,
+    files_read,
+)
 from verl.config import RunConfig
-from verl.config.check import check_can_start, trained_actor, uses_critic
+from verl.config.check import uses_critic
 from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
@@ -24,40 +39,21 @@ from verl.placement.pools import plan_run, pools_of
 from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.model_reward import ModelReward
-from verl.rewards.model_setup import KEY, build_model_reward, judge_keywords, takes_turns
+from verl.rewards.model_setup import build_model_reward, judge_keywords, takes_turns
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
 from verl.runtime.pools import describe_pools
-from verl.trainer.early_checks import early_mistakes, files_read
-from verl.trainer.engine_installed import check_rollout_engine_is_installed
-from verl.trainer.ppo.distillation_setup import assign_teachers, check_distillation_loss, check_teachers
+from verl.trainer.ppo.distillation_setup import assign_teachers, check_teachers
 from verl.trainer.ppo.facts import RunFacts
-from verl.trainer.ppo.needs import (
-    check_columns_are_filled,
-    check_importance_weights_are_used,
-    check_rollout_logprobs,
-    forced_aggregation_notice,
-    forced_loss_notice,
-)
 from verl.trainer.ppo.parking_setup import NO, check_parking, parks
 from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
 from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
-from verl.trainer.preflight import (
-    Findings,
-    TrainedModel,
-    check_disk_room,
-    check_logging,
-    find_device,
-    find_files,
-    find_tokenizer,
-    warn_of_narrow_parameters,
-)
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import import_external
 from verl.utils.paths import make_writable_folder
-from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.rng import seed_generators
-from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.engines import find_rollout_engine
+from verl.workers.rollout.registry import Weights
 from verl.workers.rollout.remote.http_server import free_port
 
 LENGTH_KEYS = "data.max_prompt_length + data.max_response_length"
@@ -85,11 +81,9 @@ class Preparation:
 def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     """The preparation of a run; None where `found` holds a refusal. Each check runs whose needs are met.
 
-    It also seeds the driver's random generators.
+    `found` comes from `early_findings`. It also seeds the driver's random generators.
     """
     arr, data = config.actor_rollout_ref, config.data
-    found.check("features", lambda: check_can_start(config), "every configured feature is supported")
-    found.missing(early_mistakes(config))
     plan = _check_machine(config, found)
     seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
@@ -99,8 +93,8 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
         parked = "none" if parks(config) == NO else "kept"
         found.check("unfinished answers", lambda: check_parking(config, plan), parked)
     longest = data.max_prompt_length + data.max_response_length
-    tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
-    files = _files_there(config, found)
+    tokenizer = find_tokenizer(MODEL_KEY, arr.model, longest, LENGTH_KEYS, found)
+    files = {key for key in files_read(config) if not found.has_refused(key, ROWS_CLASS)}
     if tokenizer is None:
         return None
     model_reward, judge, reward = _find_reward(config, tokenizer, found)
@@ -125,17 +119,18 @@ def _find_reward(
 ) -> tuple[ModelReward | None, tuple[int, dict[str, Any]], Reward | None]:
     """The reward model, if there is one, the port of a judge and what its function is called with, and the whole
     reward, which on Ray is built anew when the judge's machine is known."""
-    model, port, keywords, settings = None, 0, dict[str, Any](), config.reward.reward_model
+    model, port, keywords, path = None, 0, dict[str, Any](), str(config.reward.reward_model.model_path)
     if (place := reward_model_place(config.reward)) == "judge":
         port = free_port()
-        keywords = found.run(KEY, lambda: judge_keywords(settings, port), lambda _: str(settings.model_path)) or {}
+        judge = found.run(REWARD_MODEL, lambda: judge_keywords(config.reward.reward_model, port), lambda _: path)
+        keywords = judge or {}
     elif place is not None:
         shares = takes_turns(config.reward, get_platform().device_name != "cpu")
-        model = found.run(
-            KEY, lambda: build_model_reward(config, tokenizer, shares), lambda _: str(settings.model_path)
-        )
+        model = found.run(REWARD_MODEL, lambda: build_model_reward(config, tokenizer, shares), lambda _: path)
         if model is None:
             return None, (0, {}), None
+    if found.has_refused(FUNCTION, MANAGER):
+        return model, (port, keywords), None
     name = config.reward.reward_manager.name
     reward = found.run("reward", lambda: build_reward(config, tokenizer, model, keywords), lambda _: name)
     return model, (port, keywords), reward
@@ -145,7 +140,7 @@ def _check_machine(config: RunConfig, found: Findings) -> Plan | None:
     """The plan of the devices, if there is one; trackers, and the folders of dumps, which are made."""
     settings, plan = config.trainer, None
     found.check("processes", _check_started_once, "one process, which starts its ranks")
-    if find_device(settings.device, found) is not None:
+    if find_device(settings.device, found) is not None and not found.has_refused("features"):
         plan = found.run("trainer.n_gpus_per_node", lambda: plan_run(config), lambda p: describe_pools(pools_of(p)))
     if plan is not None:
         for note in plan.notes:
@@ -158,7 +153,6 @@ def _check_machine(config: RunConfig, found: Findings) -> Plan | None:
         if folder:
             key = f"trainer.{name}_data_dir"
             found.run(key, _writable(folder, key))
-    check_logging(settings, found)
     backend = config.actor_rollout_ref.rollout.trace.backend
     found.check("rollout.trace", lambda: check_trace_backend(backend), backend or "off")
     return plan
@@ -174,49 +168,6 @@ def _check_started_once() -> None:
             f"torchrun started this program {os.environ['WORLD_SIZE']} times, and each would be a run of its own in "
             "the same folder: main_ppo starts its ranks itself; start it once, with trainer.n_gpus_per_node=N"
         )
-
-
-def check_engine_and_algorithm(config: RunConfig, found: Findings) -> None:
-    """Training engine, advantage estimator and losses, after external_lib, which may register them."""
-    actor = trained_actor(config)
-    engine = found.run(
-        "engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor)
-    )
-    if engine is not None and keeps_published_weights(config):
-        found.check("old log-probs", lambda: _check_keeps_weights(engine), "scored by the published weights, kept")
-    name = config.algorithm.adv_estimator
-    found.check("advantage estimator", lambda: check_advantage(config.algorithm), name)
-    loss = actor.policy_loss.loss_mode
-    if found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss):
-        found.check("columns", lambda: check_columns_are_filled(config))
-        found.check("importance weights", lambda: check_importance_weights_are_used(config))
-        found.check("rollout log-probs", lambda: check_rollout_logprobs(config))
-        if notice := forced_loss_notice(config):
-            found.warn("rollout correction", notice)
-        if notice := forced_aggregation_notice(config):
-            found.warn("loss_agg_mode", notice)
-    if config.distillation.enabled:
-        check_distillation_loss(config, found)
-
-
-def _check_keeps_weights(engine: type[BaseEngine]) -> None:
-    if not engine.can_keep_weights:
-        raise ConfigError(
-            f"the training engine {engine.__module__}.{engine.__name__} cannot keep the published weights beside those "
-            "that it trains (can_keep_weights), by which trainer_mode=separate_async scores answers whose log-probs "
-            "the rollout does not record; set algorithm.rollout_correction.bypass_mode=True, rollout.name=native with "
-            "dtype=auto, top_p=1 and top_k=-1, or async_training.staleness_threshold=0"
-        )
-
-
-def _engine_text(actor: Any) -> Callable[[type], str]:
-    return lambda engine: f"{actor.strategy}: {engine.__module__}.{engine.__name__}"
-
-
-def _files_there(config: RunConfig, found: Findings) -> set[str]:
-    """The keys of the files that the run reads and that can be read; a class of the user knows what its files are."""
-    wanted = files_read(config)
-    return {key for key, files in wanted.items() if config.data.custom_cls.path or find_files(key, files, found)}
 
 
 def _read_rows(
@@ -276,8 +227,9 @@ def find_tokenizer_to_generate(config: RunConfig, found: Findings) -> Any:
     """The tokenizer of a command that samples without training; `found` says whether engine and model are there."""
     arr, data = config.actor_rollout_ref, config.data
     found.check("external_lib", lambda: import_external(arr.model.external_lib))
-    engine_is_there = found.check("rollout", lambda: check_rollout_engine_is_installed(arr), arr.rollout.name)
-    if engine_is_there and find_rollout_engine(arr.rollout.name).weights is Weights.REMOTE:  # the tokenizer is here
+    if (
+        check_rollout_engine(arr, found) and find_rollout_engine(arr.rollout.name).weights is Weights.REMOTE
+    ):  # the tokenizer is here
         return found.run("tokenizer", lambda: load_tokenizer(arr.model), lambda t: f"{len(t)} tokens")
     longest = data.max_prompt_length + data.max_response_length
-    return find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
+    return find_tokenizer(MODEL_KEY, arr.model, longest, LENGTH_KEYS, found)

@@ -49,11 +49,17 @@ class ReplicaProfiles:
         return []
 
 
-def step_profiler(config: RunConfig, pools: WorkerPools, note: Callable[[str], None]) -> StepProfiler:
+def step_profiler(
+    config: RunConfig,
+    pools: WorkerPools,
+    note: Callable[[str], None],
+    servers: ReplicaProfiles,
+    on_written: Callable[[str, list[str]], object],
+) -> StepProfiler:
     """The profiler of the run's steps; one of no steps where nothing is to be profiled."""
     settings, profiled = config.global_profiler, any(settings_of(config, pool.roles) for pool in pools.groups)
     steps = list(settings.steps or []) if profiled else []
-    return StepProfiler(steps, settings.profile_continuous_steps, pools.broadcast, note)
+    return StepProfiler(steps, settings.profile_continuous_steps, pools.broadcast, note, servers, on_written)
 
 
 def start_under_nsys(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.checkpoint_engine.endpoint import TransportSettings
+from verl.checks.machine import check_rollout_engine_is_installed
 from verl.config import ActorRolloutRefConfig, HFModelConfig, RolloutConfig, RunConfig
 from verl.config.rollout import ServerConfig
 from verl.data.batch import Batch
@@ -22,7 +23,6 @@ from verl.models.merged_folder import merged_folder
 from verl.placement.plan import ROLLOUT, Plan, replicas_without_devices, splits_rollout
 from verl.plugin.platform import get_platform
 from verl.runtime.group import WorkerGroup
-from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -32,14 +32,9 @@ from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import Actor
 from verl.workers.rollout.adapters import adapter_arguments, publishes_adapters
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
+from verl.workers.rollout.engines import find_rollout_engine, rollout_engine_of
 from verl.workers.rollout.native.engine import in_place_inputs
-from verl.workers.rollout.registry import (
-    EngineInputs,
-    Weights,
-    find_rollout_engine,
-    rollout_engine_of,
-    why_not_trained,
-)
+from verl.workers.rollout.registry import EngineInputs, Weights, why_not_trained
 from verl.workers.rollout.remote.handshake import new_secret
 from verl.workers.rollout.remote.process import DriversSettings, ServerOnNode, start_on_node
 
@@ -62,8 +57,8 @@ def build_rollout_engine(
     if plan.runtime != "ray":  # where ranks may have other devices
         devices = plan.rollout_devices
         inputs = replace(inputs, devices=devices if beside_ranks or devices != ((0,),) else ())  # this process's own
-    elif registered.starts_on_nodes:
-        own = registered.joins_server  # such an engine starts a server itself, with `server.python`
+    elif registered.traits.starts_on_nodes:
+        own = registered.traits.joins_server  # such an engine starts a server itself, with `server.python`
         settings = replace(rollout.server, python=None) if own else rollout.server
         start = partial(start_server, plan, actor.group, settings)
         inputs = replace(inputs, devices=plan.rollout_devices, start_server=start)
@@ -115,7 +110,7 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
             add_adapters(model, settings, seed=0)
         model.to(torch.device(device))  # type: ignore[arg-type]
         return registered.build(in_place_inputs(rollout, model, tokenizer, device))
-    joins_server = registered.joins_server and rollout.server.url is not None
+    joins_server = registered.traits.joins_server and rollout.server.url is not None
     for key in ("lora_adapter_path", "override_config") if joins_server or registered.weights is Weights.REMOTE else ():
         if settings[key]:
             raise ConfigError(
@@ -183,7 +178,7 @@ def with_model_overrides(rollout: RolloutConfig, overrides: dict[str, Any]) -> R
 
 
 def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
-    """ConfigError where the engine of `rollout.name` cannot train, or what it needs is not installed."""
+    """ConfigError where the engine of `rollout.name` cannot train with these settings."""
     rollout, registered = arr.rollout, rollout_engine_of(arr)
     if not registered.can_train:
         raise ConfigError(why_not_trained(rollout.name))
@@ -192,7 +187,6 @@ def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
             f"actor_rollout_ref.rollout.checkpoint_engine.backend={rollout.checkpoint_engine.backend} has nothing to "
             f"carry: rollout.name={rollout.name} samples where the trainer is; leave it at naive"
         )
-    check_rollout_engine_is_installed(arr)
     adapter_arguments(arr)
 
 

@@ -101,6 +101,14 @@ class Models(NamedTuple):
     teachers: Teachers | None = None
 
 
+class RunReward(NamedTuple):
+    """The reward of a run, its canary, if it has one, and what closes its servers with the trainer."""
+
+    reward: Reward
+    canary: Canary | None
+    servers: ExitStack
+
+
 class PPOTrainer:
     """Trains `actor` (and `critic`) on what `source` collects. `version` counts published weights."""
 
@@ -112,14 +120,13 @@ class PPOTrainer:
         models: Models,
         weight_sync: WeightSync,
         pools: WorkerPools,
+        reward: RunReward,
     ):
         self.config, self.source, self.weight_sync = config, source, weight_sync
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.actor, self.reference, self.critic, self.teachers = models
         self.pools = pools  # closed with the trainer
-        self.reward: Reward | None = None
-        self.canary: Canary | None = None  # of the reward
-        self.reward_servers = ExitStack()  # what closes them, with the trainer
+        self.reward, self.canary, self.reward_servers = reward
         self.num_parts = facts.num_parts  # in which a step takes its trajectories
         self.global_step = 0
         self.first_step = 1  # of this process
@@ -302,7 +309,7 @@ class PPOTrainer:
             "kl_controller": self.kl_controller.state_dict(),
             **({"critic": critic} if critic else {}),
             **({"canary": self.canary.state_dict()} if self.canary else {}),
-            **({"reward_generators": self.wait_for(self.reward.exchange_generators(None))} if self.reward else {}),
+            "reward_generators": self.wait_for(self.reward.exchange_generators(None)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -315,7 +322,7 @@ class PPOTrainer:
             self.critic.load_state_dict(state.get("critic", {}))
         if self.canary is not None:
             self.canary.load_state_dict(state.get("canary", {}))
-        if self.reward is not None and state.get("reward_generators") is not None:
+        if state.get("reward_generators") is not None:
             self.wait_for(self.reward.exchange_generators(state["reward_generators"]))
 
     def close(self) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.algorithms.losses import aggregation_mode
+from verl.checks.config import unread_before_steps, unread_by_a_step
 from verl.config import RunConfig
 from verl.config.base import add_reads, record_own_reads
 from verl.config.own_keys import unread_own_keys
@@ -21,17 +22,15 @@ from verl.observe.run_record import NUM_VALIDATION_SAMPLES, RUN_FILE, VALIDATION
 from verl.observe.run_summary import RunSummary
 from verl.observe.step_records import drop_records_after, note_profile
 from verl.observe.timers import StageTimer, throughput_metrics
-from verl.observe.tracing.recorder import TraceRecorder
-from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.pools import describe_pools
 from verl.trainer.ppo.batch_metrics import prompt_and_response_lengths, whole_score
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, published_memory_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
-from verl.trainer.ppo.profiled_steps import step_profiler
-from verl.trainer.ppo.sources.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
+from verl.trainer.ppo.observers import Observers
+from verl.trainer.ppo.profiled_steps import ReplicaProfiles, step_profiler
+from verl.trainer.ppo.sources.trajectory_source import RolloutBatch, RolloutCollector
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
-from verl.trainer.ppo.unread_keys import unread_before_steps, unread_by_a_step
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.trainer.run.capacity_block import CapacityBlock
 from verl.trainer.run.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
@@ -44,7 +43,7 @@ from verl.trainer.run.resume import find_resume
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.engine import rng
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.settings_advice import tuning_advice
 
 
@@ -91,6 +90,15 @@ def left_out_lines(step: int, rollouts: RolloutBatch) -> list[str]:
     return [line] * (failed > 0)
 
 
+class PlannedRun(NamedTuple):
+    """Facts of a run from before its first step."""
+
+    num_devices: int  # with those of a rollout apart
+    memory: dict[str, float]  # metrics of every step
+    num_prompts: int
+    answer_ends: str  # where answers end, in words
+
+
 class TrainingRun:
     """Drives a trainer from its start, or from a checkpoint, to the last step."""
 
@@ -100,46 +108,41 @@ class TrainingRun:
         trainer: PPOTrainer,
         validation: Validation | None,
         total_steps: int,
-        tracking: Tracking,
-        note: Callable[[str], None] = print,
+        observers: Observers,
+        engine: RolloutEngine,
+        plan: PlannedRun,
     ):
         self.config, self.trainer, self.validation = config, trainer, validation
-        self.total_steps, self.tracking, self.note = total_steps, tracking, note
+        self.observers, self.tracking, self.progress = observers, observers.tracking, observers.progress
+        self.total_steps, self.engine, self.plan, self.note = total_steps, engine, plan, observers.note
         self.root, settings = Path(config.trainer.default_local_dir), config.trainer
         self.roles: dict[str, Actor | Critic] = {"actor": trainer.actor}
         if trainer.critic is not None:
             self.roles["critic"] = trainer.critic
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
-        self.checkpoints = Checkpoints(self.root, keep, note, folder_of_copies(settings))
+        self.checkpoints = Checkpoints(self.root, keep, self.note, folder_of_copies(settings))
         self.block = CapacityBlock.from_environment(settings.esi_redundant_time)
         self.ledger = Ledger(self.root / LEDGER, settings.ledger_keep_steps) if config.trainer.ledger else None
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
-        self.profiler = step_profiler(config, trainer.pools, note)
-        self.profiler.on_written = note_profile(self.root)
+        servers = ReplicaProfiles(engine, config.actor_rollout_ref.rollout.profiler, trainer.wait_for)
+        self.profiler = step_profiler(config, trainer.pools, self.note, servers, note_profile(self.root))
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
-        self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
-        self.num_prompts, self.answer_ends = 0, ""  # to train on, and where answers end; for header_lines
-        self.traces: TraceRecorder | None = None
-        self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
-        self.on_counts: Callable[[CollectCounts], None] = lambda counts: None  # of what is being collected
-        self.after_step: Callable[[], object] = lambda: None
-        self.num_devices = trainer.pools.num_ranks  # and those of a rollout apart, once the plan is known
-        self.planned_memory: dict[str, float] = {}  # metrics of the plan, of every step
+        self.summary = RunSummary()
 
     @property
     def complete(self) -> bool:
         """Whether every step is done; validation alone has none."""
         return self.config.trainer.val_only or self.trainer.global_step >= self.total_steps
 
-    def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last validation's metrics.
+    def fit(self, on_begin: Callable[[int], object] = lambda step: None) -> dict[str, float]:
+        """Train to the last step; returns the last validation's metrics. `on_begin` gets the last step before.
 
         Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
         """
         self.resume()
-        self.on_begin(self.trainer.global_step)
+        on_begin(self.trainer.global_step)
         if not (self.config.trainer.val_only and (self.root / RUN_FILE).exists()):
             write_run_record(self.root, self.config, self.total_steps)
         for line in setup_lines(self.config.algorithm.adv_estimator, self.config.actor_rollout_ref.rollout.n):
@@ -179,7 +182,7 @@ class TrainingRun:
             record = self.trainer.step(timer)
             self.write_records(record, timer)
             metrics = record.metrics
-            metrics.update(self.planned_memory | published_memory_metrics(self.trainer))
+            metrics.update(self.plan.memory | published_memory_metrics(self.trainer))
             last = record.step >= self.total_steps or self.stop_requested > 0
             if self.validation and is_due(record.step, self.config.trainer.test_freq, last):
                 with timer("testing"):
@@ -194,11 +197,12 @@ class TrainingRun:
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
         num_tokens, num_answered = record.batch.num_tokens, int(response.sum())
-        metrics.update(throughput_metrics(timer.seconds, num_tokens, num_answered, self.num_devices))
+        metrics.update(throughput_metrics(timer.seconds, num_tokens, num_answered, self.plan.num_devices))
         metrics.update(mfu_metrics(self.trainer, record.batch, record.trained, timer.seconds))
         metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
-        self.after_step()
+        replicas = list(self.trainer.wait_for(self.engine.stats()))
+        self.observers.step_done(record.step, replicas, len(self.engine.lost_replicas))
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
         if ends_soon:
             self.checkpoints.finish_all()
@@ -234,9 +238,9 @@ class TrainingRun:
     def validate(self) -> dict[str, float]:
         """Sample the held-out prompts with the published weights and score them; logs, prints and dumps answers."""
         assert self.validation is not None
-        self.is_validating = True
+        self.observers.is_validating = True
         metrics, rollouts = self.trainer.wait_for(self.validation.run())
-        self.is_validating = False
+        self.observers.is_validating = False
         step = self.trainer.global_step
         if self.config.trainer.validation_data_dir:
             dump_rollout_batch(self.config.trainer.validation_data_dir, step, rollouts)
@@ -252,17 +256,6 @@ class TrainingRun:
         self.tracking.log_samples(samples, step)
         return metrics
 
-    def count_answers(self, counts: CollectCounts) -> None:
-        """Show how far sampling and scoring are; the first call begins the stage."""
-        if not counts.answered and not counts.tokens and not self.is_validating:
-            self.progress.stage("gen")
-        self.progress.count(counts.text())
-        self.on_counts(counts)
-
-    def count_sequences(self, done: int, of: int) -> None:
-        """Show how far a pass of a model over the batch is."""
-        self.progress.count(f"{done:,} of {of:,} sequences")
-
     def header_lines(self) -> list[str]:
         """Lines that are known once everything is loaded: devices, rows, steps."""
         data = self.config.data
@@ -271,8 +264,8 @@ class TrainingRun:
         every = when_validated(self.config) if self.validation else ""
         return [
             f"device       {get_platform().device_name}, {describe_pools(self.trainer.pools.groups)}",
-            f"rows         {self.num_prompts:,} prompts, {held_out}",
-            f"answers end  {self.answer_ends}",
+            f"rows         {self.plan.num_prompts:,} prompts, {held_out}",
+            f"answers end  {self.plan.answer_ends}",
             f"steps        {self.total_steps:,} of {data.train_batch_size} prompts x "
             f"{self.config.actor_rollout_ref.rollout.n} answers{every}",
             *self.shared_prompts_line(),

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from verl import __version__
+from verl.checks.config import unusual_value_lines
 from verl.config import PreferenceConfig, RewardModelConfig, RunConfig, SFTConfig
 from verl.config.reward import reward_model_place
 from verl.config.run_name import same_command, values_given
 from verl.models.parameter_counts import stored_parameters
 from verl.trainer.run.files import LEDGER, complete_steps, step_folder
 from verl.trainer.run.folder import AnyConfig, RunPlace, metrics_of
-from verl.trainer.unusual_values import unusual_value_lines
 from verl.utils.cores import machine_lines
 
 _ANSWER_KEYS = (  # those that a run and `verl generate` read alike, and on which answers depend

@@ -22,7 +22,7 @@ from verl.runtime.ray_cluster import Devices, join_cluster
 from verl.runtime.ray_group import RayGroup
 from verl.trainer.run.header import say
 from verl.trainer.run.interrupt import Interrupt
-from verl.trainer.sft_trainer import run_sft
+from verl.trainer.sft.run import run_sft
 from verl.utils.errors import Interrupted, WorkerError
 
 if TYPE_CHECKING:

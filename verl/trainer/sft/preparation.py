@@ -4,20 +4,16 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.config import SFTConfig
-from verl.config.check import check_can_start
-from verl.data.conversations import Conversations
-from verl.trainer.early_checks import early_mistakes
-from verl.trainer.preflight import (
-    Findings,
+from verl.checks.findings import Findings
+from verl.checks.loaded import (
     TrainedModel,
     check_disk_room,
-    check_logging,
     find_device,
-    find_files,
     find_tokenizer,
     warn_of_narrow_parameters,
 )
+from verl.config import SFTConfig
+from verl.data.conversations import Conversations
 from verl.trainer.sft.objectives import objective_of
 from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
@@ -33,12 +29,10 @@ class SFTPreparation:
 
 
 def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, and what `found` says about everything but the rows, which each rank reads."""
+    """The tokenizer, and what `found`, from `early_findings`, says about everything but the rows, which each rank
+    reads."""
     settings, strategy = config.trainer, config.engine.strategy
-    found.check("features", lambda: check_can_start(config), "every configured feature is supported")
-    found.missing(early_mistakes(config))
     find_device(settings.device, found)
-    check_logging(settings, found)
     if found.check("external_lib", lambda: import_external(config.model.external_lib)):
         found.run(
             "engine",
@@ -46,9 +40,6 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
             lambda e: e.__name__,
         )
     length = config.data.max_length
-    find_files("data.train_files", config.data.train_files, found)
-    if config.data.val_files:
-        find_files("data.val_files", config.data.val_files, found)
     tokenizer = find_tokenizer("model.path", config.model, length, "data.max_length", found)
     trained = [TrainedModel(config.model, config.training_engine, config.checkpoint)]
     warn_of_narrow_parameters(trained, found)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.checks.findings import Findings
+from verl.checks.machine import early_findings
 from verl.config import SFTConfig
 from verl.config.load import pop_unread_keys, unread_keys
 from verl.config.run_name import same_command
@@ -37,7 +39,6 @@ from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.collectives import Collectives
 from verl.runtime.group import Layout
-from verl.trainer.preflight import Findings
 from verl.trainer.run.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.run.folder import metrics_of
 from verl.trainer.run.interrupt import Interrupt, interrupted
@@ -92,8 +93,7 @@ class SFTTrainer:
             check_nsys(is_rank=True)
         rank_profiler = RankProfiler(config.profiler, "sft", self.collectives.rank)
         steps = list(range(first, last + 1)) if first > 0 and config.profiler.enable else []
-        self.profiler = StepProfiler(steps, True, rank_profiler.call, note)
-        self.profiler.on_written = note_profile(self.root)
+        self.profiler = StepProfiler(steps, True, rank_profiler.call, note, on_written=note_profile(self.root))
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
 
     @property
@@ -307,12 +307,16 @@ def build_sft(
     note: Callable[[str], None] = print,
     collectives: Collectives | None = None,
     progress: Progress | None = None,
+    found: Findings | None = None,
 ) -> SFTTrainer:
-    """The trainer with its model, rows and trackers; only rank 0 prints notes."""
+    """The trainer with its model, rows and trackers; only rank 0 prints notes.
+
+    `found` holds the early findings, if somebody has looked.
+    """
     collectives, progress = collectives or Collectives(), progress or Progress.silent()
     if not collectives.is_rank_zero:
         note = ignore_note
-    settings, found = config.trainer, Findings()
+    settings, found = config.trainer, found or early_findings(config)
     say = lambda line: note(f"warning: {line}")  # noqa: E731
     seed_generators(settings.seed)
     progress.stage("reading and filtering rows")

@@ -6,7 +6,8 @@ from verl.config import ActorRolloutRefConfig
 from verl.config.check import has_adapters
 from verl.models.lora import largest_rank
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.registry import Weights, rollout_engine_of
+from verl.workers.rollout.engines import rollout_engine_of
+from verl.workers.rollout.registry import Weights
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its LoRA kernels are made for
 MODEL = "actor_rollout_ref.model"
@@ -20,12 +21,12 @@ def publishes_adapters(arr: ActorRolloutRefConfig) -> bool:
     if engine.weights is not Weights.COPIED:
         return False
     merge = arr.model.lora.merge
-    if merge is False and not engine.takes_adapters:
+    if merge is False and not engine.traits.takes_adapters:
         raise ConfigError(
             f"{MODEL}.lora.merge=False sends adapters alone, and rollout.name={arr.rollout.name} takes whole weights "
             f"only; set {MODEL}.lora.merge=True, or rollout.name=vllm"
         )
-    return engine.takes_adapters and not merge
+    return engine.traits.takes_adapters and not merge
 
 
 def adapter_arguments(arr: ActorRolloutRefConfig) -> dict[str, Any]:

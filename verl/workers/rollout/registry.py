@@ -9,22 +9,18 @@
 in a module that `model.external_lib` names, or in a plug-in.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from verl.config.rollout import RolloutConfig
-from verl.plugin import load_plugins
-from verl.utils.errors import ConfigError, PluginError
-from verl.utils.external_code import import_external
+from verl.utils.errors import PluginError
 from verl.utils.registry import Registry
-from verl.utils.suggest import closest
 
 if TYPE_CHECKING:
     from torch import device, nn
 
-    from verl.config import ActorRolloutRefConfig
     from verl.workers.rollout.base import RolloutEngine
     from verl.workers.rollout.remote.process import Server
 
@@ -57,25 +53,35 @@ class EngineInputs:
         return self.devices[replica] if self.devices else ()
 
 
+EngineBuilder = Callable[[EngineInputs], "RolloutEngine"]
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """Abilities of a rollout engine; keywords of `register_rollout_engine`."""
+
+    joins_server: bool = False  # where `rollout.server.url` names one, so that nothing must be installed here
+    graphs_collectives: bool = False  # captures collectives of several devices in graphs
+    sleeps_with_weights: bool = False  # asleep, it holds its weights and frees the KV cache alone
+    starts_on_nodes: bool = False  # reads `EngineInputs.start_server`: replicas may be on several machines of a cluster
+    takes_adapters: bool = False  # an update may bring adapters alone, which it adds to the weights that it has
+    # `park` stops it between two tokens, `resume` lets it go on with its KV cache, under new weights too, and
+    # `in_flight` says what it has sampled:
+    keeps_cache: bool = False
+
+
 @dataclass(frozen=True)
 class RegisteredEngine:
     """A rollout engine that can be chosen by name."""
 
     name: str
     weights: Weights
-    builder: "Callable[[EngineInputs], RolloutEngine]"
-    package: str | None = None
-    how_to_install: str = ""
-    joins_server: bool = False
-    graphs_collectives: bool = False
-    sleeps_with_weights: bool = False
-    starts_on_nodes: bool = False
-    takes_adapters: bool = False
+    builder: EngineBuilder
+    package: str | None
+    how_to_install: str
+    traits: EngineTraits
+    apart: EngineBuilder | None = None
     is_apart: bool = False  # the form with copied weights of one that is in place on the trainer's devices
-
-    @property
-    def keeps_cache(self) -> bool:
-        return self.name in _KEEP_CACHE
 
     @property
     def can_train(self) -> bool:
@@ -95,9 +101,7 @@ class RegisteredEngine:
         return engine
 
 
-_ENGINES: Registry[RegisteredEngine] = Registry("rollout engine")
-_APART: "dict[str, Callable[[EngineInputs], RolloutEngine]]" = {}  # by name of an engine in place
-_KEEP_CACHE: set[str] = set()
+ENGINES: Registry[RegisteredEngine] = Registry("rollout engine")
 
 
 def register_rollout_engine(
@@ -105,81 +109,29 @@ def register_rollout_engine(
     weights: Weights,
     package: str | None = None,
     how_to_install: str = "",
-    joins_server: bool = False,
-    graphs_collectives: bool = False,
-    sleeps_with_weights: bool = False,
-    starts_on_nodes: bool = False,
-    takes_adapters: bool = False,
-) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
+    apart: EngineBuilder | None = None,
+    **traits: bool,
+) -> Callable[[EngineBuilder], EngineBuilder]:
     """Decorator of the function that builds the engine `rollout.name=NAME`; names after the first are aliases.
 
-    `package`: module that must be importable here, or in `rollout.server.python`; `joins_server`: unless
-    `rollout.server.url` names a server. `graphs_collectives`: captures collectives of several devices in graphs.
-    `sleeps_with_weights`: asleep, it holds its weights and frees the KV cache alone. `starts_on_nodes`: it reads
-    `EngineInputs.start_server`, so that its replicas may be on several machines of a Ray cluster. `takes_adapters`: an
-    update may bring adapters alone, which it adds to the weights that it has.
+    `package`: module that must be importable here, or in `rollout.server.python`. `traits` are fields of
+    `EngineTraits`. `apart`, of an engine in place, builds its replicas on devices of the rollout's own: one device
+    each, with copied weights, by `EngineInputs.start_server`.
     """
 
-    def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
+    def add(builder: EngineBuilder) -> EngineBuilder:
         way = how_to_install or f"Install it: pip install {package}"
-        flags = joins_server, graphs_collectives, sleeps_with_weights, starts_on_nodes, takes_adapters
-        engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, *flags)
+        engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, EngineTraits(**traits), apart)
         for name in names:
-            _ENGINES.register(name)(engine)
+            ENGINES.register(name)(engine)
         return builder
 
     return add
-
-
-def register_apart(
-    name: str,
-) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
-    """Decorator of the function that builds replicas, of one device each and with copied weights, of the engine in
-    place `name`, for a rollout with devices of its own. It reads `EngineInputs.start_server`."""
-
-    def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
-        _APART[name] = builder
-        return builder
-
-    return add
-
-
-def register_keeps_cache(*names: str) -> None:
-    """Say of engines that `park` stops them between two tokens, `resume` lets them go on with their KV cache, under new
-    weights too, and `in_flight` says what they have sampled."""
-    _KEEP_CACHE.update(names)
-
-
-def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = None) -> RegisteredEngine:
-    """The engine of `rollout.name`; a name that is not known yet loads `model.external_lib` and the plug-ins."""
-    import verl.workers.rollout.own_engines  # noqa: F401
-
-    if name not in _ENGINES:
-        import_external(external_lib)
-        load_plugins()
-    if name not in _ENGINES:
-        near = "".join(f" (did you mean {known!r}?)" for known in closest(name, _ENGINES, count=1))
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name} is no rollout engine{near}; known: {', '.join(sorted(_ENGINES))}. "
-            "One of your own registers itself with verl.workers.rollout.registry.register_rollout_engine in a module "
-            "that actor_rollout_ref.model.external_lib names, or in a plug-in"
-        )
-    return _ENGINES.get(name)
-
-
-def rollout_engine_of(arr: "ActorRolloutRefConfig") -> RegisteredEngine:
-    """The engine of `rollout.name` as a run uses it: on devices of its own, one in place has copied weights there."""
-    registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
-    if registered.name not in _APART or (arr.hybrid_engine and not arr.rollout.nnodes):
-        return registered
-    return replace(
-        registered, weights=Weights.COPIED, builder=_APART[registered.name], starts_on_nodes=True, is_apart=True
-    )
 
 
 def engines_with(weights: Weights) -> str:
     """The names of all engines with such weights, as text."""
-    return " or ".join(sorted({engine.name for engine in map(_ENGINES.get, _ENGINES) if engine.weights is weights}))
+    return " or ".join(sorted({engine.name for engine in map(ENGINES.get, ENGINES) if engine.weights is weights}))
 
 
 def why_not_trained(name: str) -> str:

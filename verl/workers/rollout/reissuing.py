@@ -3,16 +3,16 @@ their tokens, or wait in the engine with their KV cache."""
 
 import asyncio
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.utils.errors import WorkerError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
-from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.parking import samples_in_flight
 from verl.workers.rollout.partial_answer import PartialAnswer
+from verl.workers.rollout.wrapped import WrappedEngine
 
 _FIRST_ID = 1 << 52  # of requests that continue others: above those of prompts, validations and agents
 _ABORT_AGAIN_S = 0.1  # a request that reached the engine after an abort is not ended by it
@@ -32,7 +32,7 @@ class _Open:
         return self.aborted or all(sample.stop_reason for sample in self.samples)
 
 
-class ReissuingEngine(RolloutEngine):
+class ReissuingEngine(WrappedEngine):
     """Samples by `inner`. `park` aborts what runs there; after `resume` each unfinished sample is a request of its own
     for its prompt and its tokens so far, under the weights that are published then, with random numbers of its own.
 
@@ -47,7 +47,8 @@ class ReissuingEngine(RolloutEngine):
     can_park = True
 
     def __init__(self, inner: RolloutEngine, keeps_cache: bool = False):
-        self.inner, self.keeps_cache = inner, keeps_cache
+        super().__init__(inner)
+        self.keeps_cache = keeps_cache
         self._open: dict[int, _Open] = {}
         self._restored: dict[int, dict[str, Any]] = {}  # by request id, until `generate`
         self._running: set[asyncio.Future[Any]] = set()  # rounds at the inner engine
@@ -172,49 +173,10 @@ class ReissuingEngine(RolloutEngine):
                 for inner_id in tuple(opened.inner):
                     await self.inner.abort(inner_id)
 
-    async def update_weights(self, weights: Any, version: int) -> None:
-        await self.inner.update_weights(weights, version)
-
     async def sleep(self) -> None:
         if not self._holds:
-            await self.inner.sleep()
+            await super().sleep()
 
     async def sleep_until_update(self) -> None:
         if not self._holds:
-            await self.inner.sleep_until_update()
-
-    async def wake(self) -> None:
-        await self.inner.wake()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await self.inner.compute_logprobs(sequences)
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    @property
-    def copied_bytes(self) -> int:
-        return self.inner.copied_bytes
-
-    @property
-    def response_formats(self) -> Collection[str]:  # type: ignore[override]
-        return self.inner.response_formats
-
-    @property
-    def lost(self) -> str | None:  # type: ignore[override]
-        return self.inner.lost
-
-    @property
-    def lost_replicas(self) -> Sequence[int]:  # type: ignore[override]
-        return self.inner.lost_replicas
-
-    @property
-    def metrics_addresses(self) -> Sequence[str]:  # type: ignore[override]
-        return self.inner.metrics_addresses
-
-    async def stats(self) -> list[EngineStats]:
-        return await self.inner.stats()
+            await super().sleep_until_update()

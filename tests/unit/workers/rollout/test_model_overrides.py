@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, own_logprobs, small_model
+from verl.checks.loaded import check_rollout_logprobs
 from verl.config import ConfigError, HFModelConfig, load_config
 from verl.models.load import build_config, load_causal_lm
-from verl.trainer.ppo.needs import check_rollout_logprobs
 from verl.trainer.ppo.rollout_setup import build_standalone_engine, copied_inputs
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.replica import NativeReplica

@@ -242,7 +242,7 @@ class AsyncSource(TrajectorySource):
 
     async def _sample(self, flight: Flight, sampling: SamplingParams, engine: RolloutEngine) -> list[Trajectory]:
         request_id = flight.number if sampling is self.sampling else -1 - flight.number
-        return await self.collector.agent_runner.answer(flight.row, request_id, sampling, engine)
+        return await self.collector.answered(flight.row, request_id, sampling, engine)
 
     def _note_answers(self, flight: Flight) -> None:
         self.idle.end(flight.number)

@@ -15,6 +15,7 @@ from verl.utils.errors import VerlError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
 from verl.workers.rollout.parking import samples_in_flight
+from verl.workers.rollout.wrapped import WrappedEngine
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 ANSWER = -1  # in place of a request: the sample of this number is a complete answer, of one turn or several
@@ -64,12 +65,13 @@ def score_version(under_way: Iterable[SampledSequence], version: int, logprobs_o
     return count
 
 
-class PromptEngine(RolloutEngine):
+class PromptEngine(WrappedEngine):
     """The engine for the answers to one prompt. What the trainer has scored of them it knows by request, sample,
     position and version: tokens that were sampled anew, because a replica was lost, are of a later version."""
 
     def __init__(self, inner: RolloutEngine, group: int, saved: Sequence[dict[str, Any]] = ()):
-        self.inner, self.group = inner, group
+        super().__init__(inner)
+        self.group = group
         self.open: set[int] = set()  # requests under way
         self.turns: list[tuple[GenerationRequest, int, Completion]] = []  # complete, with the number of the sample
         self._known = {
@@ -80,7 +82,7 @@ class PromptEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         self.open.add(request.request_id)
         try:
-            completions = await self.inner.generate(request)
+            completions = await super().generate(request)
         finally:
             self.open.discard(request.request_id)
         self.turns += [(request, sample, completion) for sample, completion in enumerate(completions)]
@@ -162,22 +164,6 @@ class PromptEngine(RolloutEngine):
             same &= (turn.versions[:size] == versions[turn.first :][:size]) & np.isnan(known[:size])
             known[:size][same] = turn.known[:size][same]
         return whole
-
-    async def update_weights(self, weights: Any, version: int) -> None:
-        await self.inner.update_weights(weights, version)
-
-    async def sleep(self) -> None:
-        await self.inner.sleep()
-
-    async def wake(self) -> None:
-        await self.inner.wake()
-
-    async def abort(self, request_id: int | None = None) -> None:
-        await self.inner.abort(request_id)
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
 
 
 def versions_of(segments: Iterable[Sequence[int]]) -> np.ndarray:

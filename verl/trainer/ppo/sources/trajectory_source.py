@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,6 +41,13 @@ class RewardModelServing(Protocol):
         ...
 
 
+class Told(NamedTuple):
+    """Hearers of a collection: the traces of its conversations, and how far it is."""
+
+    traces: TraceRecorder | None = None
+    on_answers: Callable[[CollectCounts], None] = lambda counts: None
+
+
 class RolloutCollector:
     """Samples and scores answers of many prompts concurrently; each is scored as soon as it is complete, or, where the
     reward model computes on the rollout's devices, when all that are being sampled are."""
@@ -53,13 +60,14 @@ class RolloutCollector:
         agent_runner: AgentRunner,
         free_cache: bool = False,
         reward_model: RewardModelServing | None = None,
+        goes_on: bool = False,
+        told: Told | None = None,
     ):
         self.reward_model = reward_model
+        self.traces, self.on_answers = told or Told()
         self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
         self.free_cache = free_cache
-        self.goes_on = False  # whether unfinished answers of training go on after a collection
-        self.traces: TraceRecorder | None = None  # that of the agent runner
-        self.on_answers: Callable[[CollectCounts], None] = lambda counts: None
+        self.goes_on = goes_on  # whether unfinished answers of training go on after a collection
 
     async def collect(
         self,
@@ -82,6 +90,12 @@ class RolloutCollector:
         have no reward themselves where it has none. Answers that the plan no longer needs are aborted.
         """
         return await _Collection(self, plan, sampling, with_baselines).run(before_update)
+
+    async def answered(
+        self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine | None = None
+    ) -> list[Trajectory]:
+        """The trajectories of `sampling.n` conversations, by `engine` or the collector's own."""
+        return await self.agent_runner.answer(row, request_id, sampling, engine or self.engine, self.traces)
 
     async def scored(self, row: PromptRow, trajectories: list[Trajectory]) -> Group:
         """The trajectories with their scores; what their agent loop has scored itself keeps that score."""
@@ -204,7 +218,7 @@ class _Collection:
 
     async def _answers(self, row: PromptRow, request_id: int, sampling: SamplingParams) -> list[Trajectory]:
         async with self._turn(SAMPLE):
-            trajectories = await self.collector.agent_runner.answer(row, request_id, sampling, self.collector.engine)
+            trajectories = await self.collector.answered(row, request_id, sampling)
         self.out.generate_s = time.perf_counter() - self.start
         return trajectories
 

@@ -1,26 +1,29 @@
-"""The rollout engines of this package, registered. vLLM is imported when it is built; SGLang and TGI are servers."""
+"""The rollout engines by name: this package's own are registered here. Their libraries load when they are built."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from verl.plugin import load_plugins
 from verl.utils.errors import ConfigError
+from verl.utils.external_code import import_external
+from verl.utils.suggest import closest
 from verl.workers.rollout.registry import (
+    ENGINES,
     EngineInputs,
+    RegisteredEngine,
     Weights,
-    register_apart,
-    register_keeps_cache,
     register_rollout_engine,
 )
 
 if TYPE_CHECKING:
+    from verl.config import ActorRolloutRefConfig
     from verl.workers.rollout.base import CopyingEngine, RolloutEngine
 
 Engine = TypeVar("Engine", bound="CopyingEngine")
-register_keeps_cache("native", "vllm")
 
 
-@register_apart("native")
 def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
     """A process per replica, which sees the replica's devices alone; one that is lost is replaced."""
     from verl.workers.rollout.remote.engine import RemoteEngine
@@ -35,7 +38,7 @@ def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
     return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
 
 
-@register_rollout_engine("native", "hf", weights=Weights.IN_PLACE)
+@register_rollout_engine("native", "hf", weights=Weights.IN_PLACE, keeps_cache=True, apart=in_own_processes)
 def build_native(inputs: EngineInputs) -> "RolloutEngine":
     """Continuous batching on the trainer's module."""
     from verl.workers.rollout.native.engine import NativeEngine
@@ -52,6 +55,7 @@ def build_native(inputs: EngineInputs) -> "RolloutEngine":
     graphs_collectives=True,
     starts_on_nodes=True,
     takes_adapters=True,
+    keeps_cache=True,
 )
 def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     """vLLM in this process, or in a process per replica, which sees the replica's devices alone."""
@@ -100,6 +104,30 @@ def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
     from verl.workers.rollout.tgi import TGIEngine
 
     return TGIEngine(inputs.config, inputs.tokenizer)
+
+
+def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = None) -> RegisteredEngine:
+    """The engine of `rollout.name`; a name that is not known yet loads `model.external_lib` and the plug-ins."""
+    if name not in ENGINES:
+        import_external(external_lib)
+        load_plugins()
+    if name not in ENGINES:
+        near = "".join(f" (did you mean {known!r}?)" for known in closest(name, ENGINES, count=1))
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name} is no rollout engine{near}; known: {', '.join(sorted(ENGINES))}. "
+            "One of your own registers itself with verl.workers.rollout.registry.register_rollout_engine in a module "
+            "that actor_rollout_ref.model.external_lib names, or in a plug-in"
+        )
+    return ENGINES.get(name)
+
+
+def rollout_engine_of(arr: "ActorRolloutRefConfig") -> RegisteredEngine:
+    """The engine of `rollout.name` as a run uses it: on devices of its own, one in place has copied weights there."""
+    registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    if registered.apart is None or (arr.hybrid_engine and not arr.rollout.nnodes):
+        return registered
+    traits = replace(registered.traits, starts_on_nodes=True)
+    return replace(registered, weights=Weights.COPIED, builder=registered.apart, traits=traits, is_apart=True)
 
 
 def start_all(start: Callable[[int], Engine], count: int) -> list[Engine]:
