@@ -20,6 +20,7 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from verl.plugin.library_versions import let_fp8_be_read
 from verl.utils.errors import CheckpointError, ConfigError, VerlError
 
 
@@ -76,6 +77,7 @@ def read(source: Path, gguf: str | None) -> PreTrainedModel:
         if isinstance(quantised := getattr(config, "quantization_config", None), dict):
             quantised["dequantize"] = True  # read by fp8, mxfp4 and compressed-tensors, passed over by others
             check_blocks(source, quantised.get("weight_block_size"))
+            let_fp8_be_read(config)
         options["config"] = config
     elif hasattr(transformers, "GgufConfig"):  # the oldest version that verl takes has none, and never keeps 4 bits
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)

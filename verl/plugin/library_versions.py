@@ -53,6 +53,18 @@ def falcon_h1_padded_because() -> str:
     return "" if hands_on else "before transformers 5.17 its model does not hand on where sequences begin"
 
 
+def let_fp8_be_read(config: Any) -> None:
+    """Give the parallel plan of experts that reading fp8 weights needs; goes with transformers 5.17 as the oldest.
+
+    transformers 5.16 looks it up for every model, also one without experts, and fails where there is none.
+    """
+    if not at_least(version_of("transformers"), "5.17"):
+        from transformers.integrations.finegrained_fp8 import FP8Experts
+
+        plans: Any = FP8Experts._impl_tp_layer_overrides
+        plans.setdefault(getattr(config, "_experts_implementation", None), {})
+
+
 class CPUExperts(NamedTuple):
     """vLLM's kernel for joined experts on a CPU, how it packs a matrix, whether a layer is packed in another way."""
 
