@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl.models.fastest import fastest
+from verl.plugin.library_versions import multiplied
 
 FUSED_DTYPES = (torch.float32, torch.float64)  # for lower precision the class computes in float32 and rounds itself
 
@@ -91,7 +92,7 @@ class FusedRMSNorm(torch.autograd.Function):
         l2_norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse_rms = l2_norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (x * inverse_rms).mul_(weight)
+        return multiplied(x * inverse_rms, weight)
 
     @staticmethod
     @once_differentiable

@@ -47,6 +47,14 @@ def forget_forward_pass(fsdp2_model: Any) -> None:
     fsdp2_model.reset_iter_state()
 
 
+def multiplied(own: Tensor, factor: Tensor) -> Tensor:
+    """`own` * `factor`, in the memory of `own` unless a compiler traces it; `mul_` alone with torch 2.12 as the oldest.
+
+    A compiled autograd function of torch 2.11 that returns what it changed in place gets zeros as its gradient.
+    """
+    return own * factor if torch.compiler.is_compiling() else own.mul_(factor)
+
+
 def falcon_h1_padded_because() -> str:
     """Why Falcon-H1 runs padded, or ""; goes with transformers 5.17 as the oldest."""
     hands_on = at_least(version_of("transformers"), "5.17")

@@ -53,6 +53,15 @@ def test_values_and_gradients_are_those_of_the_definition(layout, dtype, toleran
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
+def test_a_compiled_norm_keeps_its_gradient():
+    torch.manual_seed(0)
+    norm, x = make(8, torch.float64), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    inputs = (x, norm.weight)
+    found = torch.autograd.grad(torch.compile(norm, backend="aot_eager")(x).sin().sum(), inputs)
+    for ours, theirs in zip(found, torch.autograd.grad(by_definition(*inputs).sin().sum(), inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_class_keeps_its_forward_where_that_is_faster(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused_rms_norm, "fastest", lambda name, ways: "plain")
     norm = Qwen3RMSNorm(8)
