@@ -14,6 +14,7 @@ from verl.observe.trackers import RunInfo
 from verl.observe.tracking import Tracking
 from verl.trainer.ppo.sources.trajectory_source import CollectCounts
 from verl.trainer.ppo.traces import record_traces
+from verl.trainer.run.header import say
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engine_stats import EngineStats
 
@@ -26,7 +27,7 @@ class Observers:
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase,
         progress: Progress,
-        note: Callable[[str], None] = print,
+        note: Callable[[str], None] = say,
     ):
         settings = config.trainer
         self.config, self.note, self.progress = config, note, progress

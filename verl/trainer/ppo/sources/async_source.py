@@ -1,4 +1,17 @@
-"""Trajectories from prompts that stay under way while the policy is trained (asynchronous training)."""
+"""Trajectories from prompts that stay under way while the policy is trained (asynchronous training).
+
+    who                       does                              waits for                   is woken by
+    ------------------------  --------------------------------  --------------------------  ----------------------------
+    `_admit`                  sends prompts, one task each      nothing: sends what fits    `published`; an eviction
+    `_answer`, a task each    answers a prompt, scores it       the engine, the reward      the engine, the reward
+    `take`, in the step       takes the oldest finished groups  `_until_ready`, then their  `_changed`, which every end
+                                                                scores                      of an `_answer` sets
+    `publish`, in the step    gives the engine new weights      an engine that must park    the engine
+    `published`               lets answers go on, admits more   `_until_sent`: two turns    the event loop
+
+With devices of its own (`goes_on`) the tasks run beside the step, and `publish` ends with `published`. On the trainer's
+devices they run inside `take`, which begins with `published` and ends by parking the engine.
+"""
 
 import asyncio
 import time
