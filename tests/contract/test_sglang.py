@@ -217,7 +217,7 @@ def build(name: str, config: RolloutConfig) -> RolloutEngine:
 def test_a_server_that_does_not_start_or_cannot_be_shared_is_told_before_the_run():
     python = shutil.which("false")
     server = ServerConfig(python=python, max_attempts=1, retry_delay=0.01, max_start_wait_time=30)
-    with pytest.raises(WorkerError, match=r"the SGLang server ended with exit code 1: "):
+    with pytest.raises(WorkerError, match=r"the SGLang server did not start: it ended with exit code 1"):
         build("sglang", replace(CONFIG, server=server))
     shared = replace(CONFIG, server=ServerConfig(url="http://127.0.0.1:1"), num_replicas=2)
     with pytest.raises(ConfigError, match=r"names one server, but num_replicas=2"):

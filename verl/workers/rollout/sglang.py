@@ -7,8 +7,6 @@ SGLang's faster methods unpickle what they receive.
 
 import asyncio
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from verl.checkpoint_engine.buckets import SHARED_MEMORY
 from verl.config.rollout import RolloutConfig
 from verl.models.fingerprint import fingerprint
 from verl.plugin.platform import get_platform
-from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.errors import ConfigError, TransportError, WorkerError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import (
     JSON_FORMATS,
@@ -38,6 +36,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.remote.http_client import HTTPClient
+from verl.workers.rollout.remote.http_server import HOST, HTTPServerProcess, free_port
 from verl.workers.rollout.remote.profiles import ProfiledServer, profile_folder
 
 RESERVED_ARGUMENTS = ("model_path", "host", "port")
@@ -107,39 +106,41 @@ class SGLangEngine(ProfiledServer, CopyingEngine):
         self.max_model_len = config.max_model_len or config.prompt_length + config.response_length
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.dtype = rollout_dtype(config.dtype)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.server: HTTPServerProcess | None = None
         url = config.server.url
         if url is None:
-            url = self._start(sglang_arguments(config, str(model_path), replica), devices)
+            self.server = self._start(sglang_arguments(config, str(model_path), replica), devices)
+            url = self.server.url
+            weakref.finalize(self, self.server.close)
         self.client = HTTPClient(url, config.server)
         self._version, self._asleep = 0, False
         self._in_flight: set[int] = set()
         self._generated = 0
         self._update: Path | None = None
 
-    def _start(self, arguments: dict[str, Any], devices: Sequence[int]) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        argv = command_line({**arguments, "host": "127.0.0.1", "port": port})
-        python = self.config.server.python or sys.executable
-        server, environment = [python, "-m", "sglang.launch_server"], get_platform().rollout_environment(devices)
-        self.process = subprocess.Popen([*server, *argv], stdin=subprocess.DEVNULL, env=environment)
-        weakref.finalize(self, self.process.terminate)
-        return f"http://127.0.0.1:{port}"
+    def _start(self, arguments: dict[str, Any], devices: Sequence[int]) -> HTTPServerProcess:
+        port, python = free_port(), self.config.server.python or sys.executable
+        argv = command_line({**arguments, "host": HOST, "port": port})
+        environment = get_platform().rollout_environment(devices)
+        return HTTPServerProcess("the SGLang server", [python, "-m", "sglang.launch_server", *argv], environment, port)
 
     def wait_until_ready(self) -> None:
-        """Wait until the server answers."""
-        end = time.monotonic() + self.config.server.max_start_wait_time
+        """Wait until the server answers; WorkerError says how it ended, and its last lines."""
+        limit_s = self.config.server.max_start_wait_time
+        if self.server is not None:
+            try:
+                return self.server.wait_until_ready(limit_s, "rollout.server.max_start_wait_time")
+            except TransportError as error:
+                raise WorkerError(self.replica, "start", str(error)) from error
+        end = time.monotonic() + limit_s
         while True:
             try:
                 self.client.call_blocking("GET", "/health")
                 return
             except WorkerError as error:
-                exit_code = self.process.poll() if self.process is not None else None
-                if exit_code is not None or time.monotonic() > end:
-                    how = f"ended with exit code {exit_code}" if exit_code is not None else "did not answer in time"
-                    raise WorkerError(self.replica, "start", f"the SGLang server {how}: {error}") from error
+                if time.monotonic() > end:
+                    how = f"the SGLang server did not answer in time: {error}"
+                    raise WorkerError(self.replica, "start", how) from error
                 time.sleep(self.config.server.retry_delay)
 
     @property
@@ -278,10 +279,10 @@ class SGLangEngine(ProfiledServer, CopyingEngine):
         await self.client.call("POST", "/start_profile" if on else "/stop_profile", body if on else {})
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.terminate()
+        if self.server is not None:
+            self.server.close()
 
     async def stats(self) -> list[EngineStats]:
-        if self.process is not None:  # an answer is a sign of life: its scheduler's
+        if self.server is not None:  # an answer is a sign of life: its scheduler's
             await self.client.call("GET", "/server_info")
         return [EngineStats({"generated_tokens": self._generated})]
