@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verl.config import RewardConfig, RunConfig
 from verl.config.reward import RewardManagerConfig
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.call_limits import limits_of_process
@@ -17,14 +18,29 @@ from verl.utils.suggest import did_you_mean
 if TYPE_CHECKING:
     from verl.rewards.run_scorer import RunScorer
 
-RewardManager = Callable[["RunScorer"], Reward]
-REWARD_MANAGERS: Registry[RewardManager] = Registry("reward.reward_manager.name")
+REWARD_MANAGERS: Registry[RewardManager | ManagerOfClass] = Registry("reward.reward_manager.name")
 
 MODULE, NAME = "reward.reward_manager.module", "reward.reward_manager.name"  # keys, in messages
 PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that are not passed to scorers
 
 
-def find_reward_manager(config: RewardManagerConfig) -> RewardManager:
+@dataclass(frozen=True)
+class RewardManager:
+    """How the scorer of a run is called, or how its value is changed."""
+
+    rules: Callable[[RunConfig], dict[str, Any]] | None = None  # of calls, other than the run's; it calls a function
+    check: Callable[[RewardConfig], None] = lambda config: None  # ConfigError where something is missing
+    around: Callable[[RunConfig, Reward], Reward] = lambda config, reward: reward
+
+    def __call__(self, scorer: RunScorer) -> Reward:
+        config = scorer.config
+        self.check(config.reward)
+        if self.rules is None:
+            return self.around(config, scorer.reward())
+        return self.around(config, scorer.function_reward(replace(scorer.rules, **self.rules(config))))
+
+
+def find_reward_manager(config: RewardManagerConfig) -> RewardManager | ManagerOfClass:
     """The manager that `reward.reward_manager` names; ConfigError when there is none."""
     if config.source == "register":
         return REWARD_MANAGERS.get(config.name)
@@ -60,65 +76,35 @@ class ManagerOfClass:
         return scorer.function_reward(scorer.rules, self)
 
 
-@REWARD_MANAGERS.register("naive")
-def naive(scorer: RunScorer) -> Reward:
-    """The scorer's value, unchanged."""
-    return scorer.reward()
-
-
-@REWARD_MANAGERS.register("gdpo")
-def gdpo(scorer: RunScorer) -> Reward:
-    """The scorer's value, which must be the sum of named parts; the estimator gdpo normalises them one by one."""
-    if not scorer.config.reward.weights:
+def check_parts(config: RewardConfig) -> None:
+    """ConfigError where the reward has no named parts."""
+    if not config.weights:
         raise ConfigError(
             "reward.reward_manager.name=gdpo needs the parts of the reward: reward.weights.NAME=WEIGHT for each number "
             "that the reward function returns, or algorithm.gdpo_reward_keys=[NAME,...]"
         )
-    return scorer.reward()
 
 
-@REWARD_MANAGERS.register("limit")  # its name in published documentation
-@REWARD_MANAGERS.register("rate_limited")
-def rate_limited(scorer: RunScorer) -> Reward:
-    """The scorer's value; calls wait for their turn (reward.max_concurrent, max_rpm, max_tpm), one line per process."""
-    config = scorer.config.reward
-    rules = replace(scorer.rules, limits=limits_of_process(config), num_threads=config.max_concurrent)
-    return scorer.function_reward(rules)
-
-
-@REWARD_MANAGERS.register("batch")
-def batch(scorer: RunScorer) -> Reward:
-    """The values of a function that scores all answers to a prompt in one call."""
-    if scorer.config.reward.custom_reward_function.path is None:
+def check_own_function(config: RewardConfig) -> None:
+    """ConfigError where built-in scorers score, which take one answer."""
+    if config.custom_reward_function.path is None:
         raise ConfigError(
             "reward.reward_manager.name=batch calls a function of your own with lists; name it by "
             "reward.custom_reward_function.path, or leave the manager out for the built-in scorers"
         )
-    return scorer.function_reward(replace(scorer.rules, batched=True))
 
 
-@REWARD_MANAGERS.register("remote")
-def remote(scorer: RunScorer) -> Reward:
-    """The values of a function in processes of its own; in actors of Ray where the run is on Ray."""
-    may_use_ray = scorer.config.trainer.runtime in ("ray", "auto")
-    return scorer.function_reward(replace(scorer.rules, processes="anywhere" if may_use_ray else "here"))
-
-
-@REWARD_MANAGERS.register("prime")
-def prime(scorer: RunScorer) -> Reward:
-    """The values of a function in processes of this machine, of which each call has a limit."""
-    if scorer.config.reward.timeout_s is None:
+def check_limit(config: RewardConfig) -> None:
+    """ConfigError where a call has no limit."""
+    if config.timeout_s is None:
         raise ConfigError(
             "reward.reward_manager.name=prime needs the limit of a call: reward.timeout_s=SECONDS; without one, use "
             "reward.reward_manager.name=remote"
         )
-    return scorer.function_reward(replace(scorer.rules, processes="here"))
 
 
-@REWARD_MANAGERS.register("dapo")
-def dapo(scorer: RunScorer) -> Reward:
-    """The scorer's value minus a penalty for answers that use the last part of the length budget."""
-    config, reward = scorer.config, scorer.reward()
+def with_overlong_penalty(config: RunConfig, reward: Reward) -> Reward:
+    """`reward` minus a penalty for answers that use the last part of the length budget."""
     kwargs = config.reward.reward_kwargs
     buffer = read_overlong_buffer(kwargs.get("overlong_buffer_cfg") or {})
     if not buffer.enable:
@@ -182,3 +168,25 @@ class OverlongPenalty:
         """Penalty, at most 0, of an answer of `length` tokens."""
         excess = length - (self._max_length - self._buffer.len)
         return min(-excess / self._buffer.len * self._buffer.penalty_factor, 0.0)
+
+
+def _rate_limits(config: RunConfig) -> dict[str, Any]:
+    return {"limits": limits_of_process(config.reward), "num_threads": config.reward.max_concurrent}
+
+
+def _anywhere(config: RunConfig) -> dict[str, Any]:
+    return {"processes": "anywhere" if config.trainer.runtime in ("ray", "auto") else "here"}
+
+
+MANAGERS = {
+    "naive": RewardManager(),  # the scorer's value, unchanged
+    "gdpo": RewardManager(check=check_parts),  # the same; the estimator gdpo normalises its parts one by one
+    "dapo": RewardManager(around=with_overlong_penalty),
+    "rate_limited": RewardManager(_rate_limits),  # reward.max_concurrent, max_rpm, max_tpm; one line per process
+    "limit": RewardManager(_rate_limits),  # its name in published documentation
+    "batch": RewardManager(lambda config: {"batched": True}, check_own_function),  # all answers to a prompt in one call
+    "remote": RewardManager(_anywhere),  # in processes of its own; in actors of Ray where the run is on Ray
+    "prime": RewardManager(lambda config: {"processes": "here"}, check_limit),  # a limit for each call
+}
+for _name, _manager in MANAGERS.items():
+    REWARD_MANAGERS.register(_name)(_manager)
