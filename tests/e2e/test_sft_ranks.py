@@ -271,7 +271,7 @@ def test_ranks_of_a_users_torchrun_name_the_call_in_which_they_lost_one(folder: 
 def test_a_mistake_that_only_one_rank_meets_is_not_swallowed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def run(config: Any) -> None:
+    def run(config: Any, found: Any) -> None:
         raise DataError("rows.jsonl does not exist on this machine")
 
     waited: list[float] = []

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,13 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def start_on_the_drivers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As engines do that somebody else has registered without `starts_on_nodes`."""
+
+    def without_nodes(arr: Any) -> Any:
+        engine = rollout_engine_of(arr)
+        return replace(engine, traits=replace(engine.traits, starts_on_nodes=False))
+
     for module in (placement, plan):
-        monkeypatch.setattr(
-            module, "rollout_engine_of", lambda arr: replace(rollout_engine_of(arr), starts_on_nodes=False)
-        )
+        monkeypatch.setattr(module, "rollout_engine_of", without_nodes)
 
 
 def test_one_pool_holds_every_role_unless_the_critic_has_ranks_of_its_own():

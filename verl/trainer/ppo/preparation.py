@@ -178,7 +178,8 @@ def _read_rows(
     prompts = validation = None
     if "data.train_files" in files:
         prompts = found.run("training rows", lambda: train_prompts(data, runner.tokenizer, count), _rows_text)
-    if "data.val_files" in files:
+    is_said = found.has_refused("training rows") and data.val_files == data.train_files
+    if "data.val_files" in files and not is_said:
         validation = found.run("validation rows", lambda: validation_prompts(data, runner.tokenizer, count), _rows_text)
     for rows in (prompts, validation):
         if rows is not None and uses_built_in_scorers(config.reward):

@@ -19,7 +19,7 @@ from verl.utils.process_end import exit_now
 REPORTS = "VERL_RANK_REPORTS"  # folder that the launcher gives its ranks for their reports
 FILE_NAME = "lost_rank.txt"
 STALL = "stall"  # a file of the launcher's folder: a rank has named the culprit, and killed it
-_CALL = re.compile(r'verl/trainer/sft\.py", line \d+,? in (\w+)')
+_CALL = re.compile(r'verl/trainer/sft/trainer\.py", line \d+,? in (\w+)')
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ def prepare_sft(config: SFTConfig, found: Findings) -> SFTPreparation | None:
 
     train = found.run("training rows", lambda: read(data.train_files, data.train_max_samples), size)
     held_out = None
-    if val_files := data.val_files:
+    is_said = train is None and data.val_files == data.train_files
+    if (val_files := data.val_files) and not is_said:
         held_out = found.run("validation rows", lambda: read(val_files, data.val_max_samples), size)
     return None if train is None or found.errors else SFTPreparation(tokenizer, train, held_out)
