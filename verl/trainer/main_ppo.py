@@ -107,13 +107,10 @@ def _train(
                 for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
                     announce(line)
 
-            for at_end in (
-                say_end,
-                progress.close,
-                run.observers.close_traces,
-                run.trainer.close,
-            ):  # in the reverse order
-                stack.callback(at_end)
+            stack.callback(say_end)  # the last of these
+            stack.callback(progress.close)
+            stack.callback(run.observers.close_traces)
+            stack.callback(run.trainer.close)
             try:
                 return run.fit(restarts.began)
             except BaseException as error:

@@ -32,20 +32,14 @@ class Observers:
         settings = config.trainer
         self.config, self.note, self.progress = config, note, progress
         self.root, self.is_validating = Path(settings.default_local_dir), False
-        self.tracking = Tracking(
-            settings.project_name,
-            settings.experiment_name,
-            list(settings.logger),
-            config,
-            settings.tracker_errors,
-            lambda line: note(f"warning: {line}"),
-        )
+        run, warn = RunInfo(settings.project_name, settings.experiment_name), lambda line: note(f"warning: {line}")
+        names, errors = list(settings.logger), settings.tracker_errors
+        self.tracking = Tracking(run.project, run.experiment, names, config, errors, warn)
         self.traces = record_traces(config, tokenizer, note)
         self.after_step: list[Callable[[], object]] = []  # called when a step is done
         self.exporter: Exporter | None = None
         if settings.prometheus_port is not None or config.actor_rollout_ref.rollout.prometheus.enable:
-            info = RunInfo(settings.project_name, settings.experiment_name)
-            self.exporter = Exporter(info, settings.prometheus_port or 0, settings.prometheus_address)
+            self.exporter = Exporter(run, settings.prometheus_port or 0, settings.prometheus_address)
             self.tracking.backends[NAME] = self.exporter
             note(f"metrics for Prometheus: {self.exporter.url}")
 

@@ -1,8 +1,9 @@
 """Everything of a run that can be read and checked before its ranks start."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -152,14 +153,10 @@ def _check_machine(config: RunConfig, found: Findings) -> Plan | None:
     for name, folder in (("rollout", settings.rollout_data_dir), ("validation", settings.validation_data_dir)):
         if folder:
             key = f"trainer.{name}_data_dir"
-            found.run(key, _writable(folder, key))
+            found.run(key, partial(make_writable_folder, folder, key))
     backend = config.actor_rollout_ref.rollout.trace.backend
     found.check("rollout.trace", lambda: check_trace_backend(backend), backend or "off")
     return plan
-
-
-def _writable(folder: str, key: str) -> Callable[[], Any]:
-    return lambda: make_writable_folder(folder, key)
 
 
 def _check_started_once() -> None:

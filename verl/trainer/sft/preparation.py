@@ -5,13 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from verl.checks.findings import Findings
-from verl.checks.loaded import (
-    TrainedModel,
-    check_disk_room,
-    find_device,
-    find_tokenizer,
-    warn_of_narrow_parameters,
-)
+from verl.checks.loaded import TrainedModel, check_disk_room, find_device, find_tokenizer, warn_of_narrow_parameters
 from verl.config import SFTConfig
 from verl.data.conversations import Conversations
 from verl.trainer.sft.objectives import objective_of

@@ -115,35 +115,36 @@ class AsyncSource(TrajectorySource):
             await engine.park()
             self._parked_at = time.perf_counter()
         taken = [self.flights.pop(number) for number in self.admission.take(num_prompts)]
-        out = RolloutBatch(generate_s=time.perf_counter() - start)
+        generate_s = time.perf_counter() - start
         groups = [await self._scored(flight) for flight in taken]
         scored = zip(groups, [flight.engine for flight in taken], strict=True)
         groups = [group if one is None else one.with_older_logprobs(group, engine.version) for group, one in scored]
         stats = await engine.stats()
-        out.engine_stats = metrics_between(stats_before, stats)
         self._last_stats = stats if self.goes_on else None
         if self.collector.free_cache:
             await engine.sleep_until_update()
-        out.rows = [flight.row for flight in taken]
-        out.trajectories = [answer for group in groups for answer, _ in group]
-        out.scores = [score for group in groups for _, score in group]
-        out.num_reward_errors = sum(score.error is not None for score in out.scores)
-        out.num_abstained = sum(score.abstained for score in out.scores)
-        out.num_reward_retries = sum(score.retries for score in out.scores)
-        out.num_reward_processes_lost = sum(score.processes_lost for score in out.scores)
-        if self.collector.reward_model is not None:
-            out.metrics |= self.collector.reward_model.metrics()
+        answers = [pair for group in groups for pair in group]
+        model = self.collector.reward_model
+        metrics = {} if model is None else model.metrics()
         self._last_take_ended = time.perf_counter()
-        out.reward_s = self._last_take_ended - start - out.generate_s
         ages = [engine.version - flight.version for flight in taken]
         self.events.add("take", version=engine.version, groups=[flight.number for flight in taken], ages=ages)
         self.events.write()
         if self.admission.max_lag:
-            self.counts.add_step(ages, out.trajectories, engine.version)
-            self._step.add(ages, out.trajectories, self._last_take_ended - start, self.idle.seconds())
-            out.metrics |= step_metrics(self, self._step, self._evicted)
+            trajectories = [answer for answer, _ in answers]
+            self.counts.add_step(ages, trajectories, engine.version)
+            self._step.add(ages, trajectories, self._last_take_ended - start, self.idle.seconds())
+            metrics |= step_metrics(self, self._step, self._evicted)
             self._evicted = [] if len(self._step.ages) == self.admission.batch else self._evicted
-        return out
+        return RolloutBatch.of(
+            [flight.row for flight in taken],
+            answers,
+            [score for _, score in answers],
+            generate_s=generate_s,
+            reward_s=self._last_take_ended - start - generate_s,
+            engine_stats=metrics_between(stats_before, stats),
+            metrics=metrics,
+        )
 
     async def published(self, version: int, pause_s: float | None = None) -> None:
         """`version` is in use from now on: what waits goes on under it, and prompts are sent while there is room.

@@ -1,14 +1,15 @@
 """The batch of a step: scored trajectories with their prompts, and their progress while they are collected."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Score
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutBatch:
     """Scored trajectories, grouped prompt by prompt, and the prompts they answer.
 
@@ -28,20 +29,32 @@ class RolloutBatch:
     metrics: dict[str, float] = field(default_factory=dict)  # of dynamic sampling
 
     @classmethod
+    def of(
+        cls, rows: Sequence[PromptRow], answers: Sequence[tuple[Trajectory, Score]], found: Sequence[Score], **more: Any
+    ) -> "RolloutBatch":
+        """The scored answers to `rows`. `found` are all scores that were asked for, of which errors and retries count;
+        `more` are further fields."""
+        return cls(
+            trajectories=[trajectory for trajectory, _ in answers],
+            rows=list(rows),
+            num_reward_errors=sum(score.error is not None for score in found),
+            num_abstained=sum(score.abstained for score in found),
+            num_reward_retries=sum(score.retries for score in found),
+            num_reward_processes_lost=sum(score.processes_lost for score in found),
+            scores=[score for _, score in answers],
+            **more,
+        )
+
+    @classmethod
     def cat(cls, parts: "Sequence[RolloutBatch]") -> "RolloutBatch":
         """The parts of a step one after the other; the last has the metrics of them all."""
-        out = cls(engine_stats=parts[-1].engine_stats, metrics=parts[-1].metrics)
-        for part in parts:
-            out.trajectories += part.trajectories
-            out.rows += part.rows
-            out.scores += part.scores
-            out.generate_s += part.generate_s
-            out.reward_s += part.reward_s
-            out.num_reward_errors += part.num_reward_errors
-            out.num_abstained += part.num_abstained
-            out.num_reward_retries += part.num_reward_retries
-            out.num_reward_processes_lost += part.num_reward_processes_lost
-        return out
+        joined: dict[str, Any] = {name: [one for part in parts for one in getattr(part, name)] for name in LISTS}
+        joined |= {name: sum(getattr(part, name) for part in parts) for name in SUMS}
+        return cls(**joined, engine_stats=parts[-1].engine_stats, metrics=parts[-1].metrics)
+
+
+LISTS = ("trajectories", "rows", "scores")
+SUMS = ("generate_s", "reward_s", *(one.name for one in fields(RolloutBatch) if one.name.startswith("num_")))
 
 
 @dataclass

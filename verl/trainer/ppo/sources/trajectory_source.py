@@ -122,7 +122,8 @@ class _Collection:
 
     def __init__(self, collector: RolloutCollector, plan: GroupPlan, sampling: SamplingParams, with_baselines: bool):
         self.collector, self.plan, self.sampling, self.with_baselines = collector, plan, sampling, with_baselines
-        self.start, self.counts, self.out = time.perf_counter(), CollectCounts(0), RolloutBatch()
+        self.start, self.counts = time.perf_counter(), CollectCounts(0)
+        self.generate_s, self.engine_stats = 0.0, dict[str, float]()
         self.rows: list[PromptRow] = []
         self.groups: dict[int, Group] = {}  # that are scored
         self.generating: dict[int, asyncio.Task[None]] = {}
@@ -154,7 +155,7 @@ class _Collection:
         if self.model is not None and self.turns.now == SCORE:  # the rollout sleeps already, where it has to
             await self.model.sleep()
             return self._result()
-        self.out.engine_stats = metrics_between(stats_before, await engine.stats())
+        self.engine_stats = metrics_between(stats_before, await engine.stats())
         if engine.can_park and not before_update and not self.collector.goes_on:
             await engine.park()
         if self.collector.free_cache:
@@ -168,7 +169,7 @@ class _Collection:
 
     async def _begin_scoring(self) -> None:
         """All answers are there that were to be sampled: the reward model has the devices."""
-        self.out.engine_stats = metrics_between(self.stats_before, await self.collector.engine.stats())
+        self.engine_stats = metrics_between(self.stats_before, await self.collector.engine.stats())
         if self.collector.free_cache:
             await self._let_rollout_sleep(last=isinstance(self.plan, FixedPrompts))
         assert self.model is not None
@@ -219,7 +220,7 @@ class _Collection:
     async def _answers(self, row: PromptRow, request_id: int, sampling: SamplingParams) -> list[Trajectory]:
         async with self._turn(SAMPLE):
             trajectories = await self.collector.answered(row, request_id, sampling)
-        self.out.generate_s = time.perf_counter() - self.start
+        self.generate_s = time.perf_counter() - self.start
         return trajectories
 
     async def _score(self, row: PromptRow, trajectories: list[Trajectory]) -> Group:
@@ -245,19 +246,16 @@ class _Collection:
             self.collector.on_answers(self.counts)
 
     def _result(self) -> RolloutBatch:
-        out, plan, groups = self.out, self.plan, self.groups
-        pairs = [pair for number in plan.picked for pair in groups[number]]
-        out.trajectories, out.scores = [t for t, _ in pairs], [score for _, score in pairs]
-        found = [score for number in range(plan.consumed) for _, score in groups[number]]
-        out.num_reward_errors = sum(score.error is not None for score in found)
-        out.num_abstained = sum(score.abstained for score in found)
-        out.num_reward_retries = sum(score.retries for score in found)
-        out.num_reward_processes_lost = sum(score.processes_lost for score in found)
-        out.rows, out.metrics = [self.rows[number] for number in plan.picked], plan.metrics()
-        if self.collector.reward_model is not None:
-            out.metrics |= self.collector.reward_model.metrics()
-        out.reward_s = time.perf_counter() - self.start - out.generate_s
-        return out
+        plan, groups, model = self.plan, self.groups, self.collector.reward_model
+        return RolloutBatch.of(
+            [self.rows[number] for number in plan.picked],
+            [pair for number in plan.picked for pair in groups[number]],
+            [score for number in range(plan.consumed) for _, score in groups[number]],
+            generate_s=self.generate_s,
+            reward_s=time.perf_counter() - self.start - self.generate_s,
+            engine_stats=self.engine_stats,
+            metrics=plan.metrics() | ({} if model is None else model.metrics()),
+        )
 
 
 def greedy(sampling: SamplingParams) -> SamplingParams:
