@@ -96,7 +96,7 @@ def until(condition: Any) -> None:
     ("engine", "size", "how"),
     [
         ("vllm", "data_parallel_size", "ended with signal SIGKILL"),
-        ("sglang", "tensor_model_parallel_size", "the SGLang server ended with exit code -9"),
+        ("sglang", "tensor_model_parallel_size", "the SGLang server: it ended with signal SIGKILL"),
     ],
 )
 def test_replicas_share_the_devices_of_their_nodes_and_are_replaced_there(

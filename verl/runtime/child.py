@@ -19,6 +19,11 @@ _POLL_S = 0.25
 _MAX_FRAME_BYTES = 64 << 20
 
 
+def in_words(code: int) -> str:
+    """A return code of subprocess: the exit code, or the signal."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
 class ChildLostError(Exception):
     """The child ended before it answered."""
 
@@ -71,7 +76,7 @@ class Child:
     def how_it_ended(self, limit_s: float = _END_S) -> str | None:
         """The exit code or signal in words; None where it does not end by itself within `limit_s`."""
         code = self.end(limit_s)
-        return code if code is None else f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return code if code is None else in_words(code)
 
     def last_lines(self) -> str:
         """The end of its output, as messages show it."""

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from verl.runtime.child import Child
+from verl.runtime.child import Child, in_words
 from verl.utils.errors import TransportError
 
 HOST = "127.0.0.1"
@@ -75,9 +75,10 @@ class HTTPServerProcess:
             ) from error
 
     def how_it_ended(self) -> str:
-        """The server's exit code, if it has one, and its last lines."""
+        """The server's exit code or signal, if it has ended, and its last lines."""
         code = self.process.poll()
-        return f"{'it runs' if code is None else f'it ended with exit code {code}'}; {self.child.last_lines()}"
+        how = "it runs" if code is None else f"it ended with {in_words(code)}"
+        return f"{how}; {self.child.last_lines()}"
 
     def close(self) -> None:
         """End it and all that it has started."""
@@ -85,7 +86,10 @@ class HTTPServerProcess:
 
 
 def run_until_left(command: Sequence[str]) -> int:
-    """Run `command` until it ends, or until standard input does, as when who has started this process is gone."""
+    """Run `command` until it ends, or until standard input does, as when who has started this process is gone.
+
+    Returns its exit code; a signal that ended it ends this process, too.
+    """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
     os.set_blocking(0, False)
     while child.poll() is None:
@@ -99,6 +103,8 @@ def run_until_left(command: Sequence[str]) -> int:
                 child.wait(_EXIT_S / 2)
             os.killpg(0, signal.SIGKILL)
         time.sleep(_POLL_S)
+    if child.returncode < 0:
+        os.kill(os.getpid(), -child.returncode)
     return child.returncode
 
 

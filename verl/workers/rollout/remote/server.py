@@ -68,15 +68,17 @@ def build_native_engine(
 def build_sglang_engine(
     config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int
 ) -> CopyingEngine:
-    """The SGLang engine of one replica, which has started. This process ends with SGLang, whose output says why."""
+    """The SGLang engine of one replica, which has started. This process ends with SGLang, and says how that ended."""
     from verl.workers.rollout.sglang import SGLangEngine
 
     engine = SGLangEngine(config, model_path, eos_token_ids, replica)
-    server = engine.process
+    server = engine.server
     assert server is not None, "it joins no server"
 
     def end_with_sglang() -> None:
-        print(f"the SGLang server ended with exit code {server.wait()}", flush=True)
+        server.process.wait()
+        print(f"the SGLang server: {server.how_it_ended()}", flush=True)
+        server.close()
         os._exit(1)
 
     threading.Thread(target=end_with_sglang, name="SGLang", daemon=True).start()
