@@ -62,6 +62,10 @@ class TemplateReport:
     def passed(self) -> bool:
         return not self.problems
 
+    def keep_shortest(self, ids: list[int], mask: list[bool]) -> None:
+        if not self.shortest_example[0] or len(ids) < len(self.shortest_example[0]):
+            self.shortest_example = (ids, mask)
+
 
 def check_template(
     tokenizer: PreTrainedTokenizerBase, conversations: int = 100, seed: int = 0, **template_kwargs: Any
@@ -69,9 +73,8 @@ def check_template(
     """Report on the tokenizer's chat template from `conversations` random conversations."""
     if not tokenizer.chat_template:
         raise ConfigError("this tokenizer has no chat template; give one, or train on single turns of plain text")
-    report, rng = TemplateReport(), random.Random(seed)
+    report, rng = TemplateReport(conversations), random.Random(seed)
     for _ in range(conversations):
-        report.conversations += 1
         tools = [TOOL] if rng.random() < 0.5 else []
         _check_conversation(
             IncrementalTemplate(tokenizer, tools, template_kwargs=template_kwargs),
@@ -118,7 +121,7 @@ def _check_conversation(template: IncrementalTemplate, messages: list[Message], 
     for i, end in zip(answers, [*answers[1:], len(messages)], strict=True):
         next_turns, ends = messages[i + 1 : end], template.end_token_ids
         sampled = template.tokenizer(str(messages[i]["content"]), add_special_tokens=False)["input_ids"]
-        report.checks_reached |= {"an answer ends with a mark", f"{next_turns[0]['role']} turns can be appended"}
+        report.checks_reached.update(("an answer ends with a mark", f"{next_turns[0]['role']} turns can be appended"))
         if not ends:
             report.problems.setdefault("an answer ends with a mark", "the tokenizer has no end-of-sequence token")
             return
@@ -130,8 +133,7 @@ def _check_conversation(template: IncrementalTemplate, messages: list[Message], 
             return
         ids, mask = ids + new, mask + [False] * len(new)
         rewritten = rewritten or not _prefix_unchanged(template, messages[:end], i, report)
-    if not report.shortest_example[0] or len(ids) < len(report.shortest_example[0]):
-        report.shortest_example = (ids, mask)
+    report.keep_shortest(ids, mask)
     if not rewritten:
         _compare_renderings(template, ids, messages, report)
 
@@ -158,10 +160,9 @@ def _compare_renderings(
     template: IncrementalTemplate, ids: list[int], messages: list[Message], report: TemplateReport
 ) -> None:
     """Compare incremental ids with the template's own rendering of the whole conversation."""
-    report.checks_reached |= {
-        "incremental turns equal the template's rendering",
-        "tokens of a rendering are those of its parts",
-    }
+    report.checks_reached.update(
+        ("incremental turns equal the template's rendering", "tokens of a rendering are those of its parts")
+    )
     rendered_ids = template.tokenize(template.render(messages, True))
     built = str(template.tokenizer.decode(ids))
     rendered = str(template.tokenizer.decode(rendered_ids))

@@ -1,7 +1,8 @@
 """Metrics that merge exactly: sums with counts, maxima, minima and plain sums, however they were split."""
 
 import math
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 
 class Metrics:
@@ -11,11 +12,12 @@ class Metrics:
     {'a': 2.0}
     """
 
-    def __init__(self) -> None:
-        self._means: dict[str, tuple[float, float]] = {}
-        self._maxima: dict[str, float] = {}
-        self._minima: dict[str, float] = {}
-        self._sums: dict[str, float] = {}
+    def __init__(self, state: Mapping[str, Mapping[str, Any]] | None = None):
+        state = state or {}
+        self._means: dict[str, tuple[float, float]] = {n: (v[0], v[1]) for n, v in state.get("means", {}).items()}
+        self._maxima: dict[str, float] = dict(state.get("maxima", {}))
+        self._minima: dict[str, float] = dict(state.get("minima", {}))
+        self._sums: dict[str, float] = dict(state.get("sums", {}))
 
     def mean(self, name: str, total: float, count: float) -> None:
         """Add `count` observations that sum to `total`."""
@@ -53,12 +55,8 @@ class Metrics:
         def new(name: str) -> str:
             return name if unless and name.startswith(unless) else prefix + name
 
-        out = Metrics()
-        out._means = {new(n): v for n, v in self._means.items()}
-        out._maxima = {new(n): v for n, v in self._maxima.items()}
-        out._minima = {new(n): v for n, v in self._minima.items()}
-        out._sums = {new(n): v for n, v in self._sums.items()}
-        return out
+        state = {kind: {new(name): value for name, value in part.items()} for kind, part in self.state().items()}
+        return Metrics(state)
 
     def values(self) -> dict[str, float]:
         """Every metric as a number; a mean of no observations is left out."""
@@ -66,13 +64,6 @@ class Metrics:
         return {**out, **self._maxima, **self._minima, **self._sums}
 
     def state(self) -> dict[str, dict]:
-        """A JSON-serialisable form to send between processes; `from_state` restores it."""
+        """A JSON-serialisable form to send between processes; `Metrics(state)` restores it."""
         means = {n: list(v) for n, v in self._means.items()}
         return {"means": means, "maxima": dict(self._maxima), "minima": dict(self._minima), "sums": dict(self._sums)}
-
-    @classmethod
-    def from_state(cls, state: dict[str, dict]) -> "Metrics":
-        out = cls()
-        out._means = {n: (v[0], v[1]) for n, v in state["means"].items()}
-        out._maxima, out._minima, out._sums = dict(state["maxima"]), dict(state["minima"]), dict(state["sums"])
-        return out

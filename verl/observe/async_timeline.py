@@ -43,20 +43,20 @@ class Lane:
     top: float
     height: float
     prompts: list[Bar]  # one bar a prompt and version
-    pauses: list[Bar] = field(default_factory=list)
+    pauses: list[Bar]
 
 
 @dataclass
 class AsyncTimeline:
     """The data of the page. Times are seconds since the first event that is shown."""
 
-    trainer: list[Bar] = field(default_factory=list)  # from the batch being complete to the publish
-    stages: list[Bar] = field(default_factory=list)
-    stage_names: list[str] = field(default_factory=list)  # the longest in all first
-    lanes: list[Lane] = field(default_factory=list)
-    x_ticks: list[tuple[float, str]] = field(default_factory=list)
-    height: float = 0.0
-    num_hidden: int = 0  # bars for which there were no rows
+    trainer: list[Bar]  # from the batch being complete to the publish
+    stages: list[Bar]
+    stage_names: list[str]  # the longest in all first
+    lanes: list[Lane]
+    x_ticks: list[tuple[float, str]]
+    height: float
+    num_hidden: int  # bars for which there were no rows
 
     @property
     def prompts(self) -> list[Bar]:
@@ -80,6 +80,11 @@ class _Prompt:
         for number in list(self.running) if replica is None else [replica]:
             if (since := self.running.pop(number, None)) is not None:
                 self.served.append((number, since, time))
+
+    def end(self, time: float, how: str) -> None:
+        """Closes the bar at all replicas, for the reason `how`."""
+        self.close(time)
+        self.how = how
 
 
 class _Scale:
@@ -113,67 +118,69 @@ def draw_timeline(events: Sequence[dict[str, Any]], max_steps: int = MAX_STEPS) 
         return None
     begin = published[-max_steps:][0]["time"]
     scale = _Scale(begin, max(events[-1]["time"], begin + 1e-6))
-    out = AsyncTimeline()
+    trainer = []
     for start, stop, version, groups in _trainings(events):
         if scale.shown(start, stop):
             title = f"trains version {version} on {groups} prompts, {stop - start:.2f} s"
-            out.trainer.append(scale.bar(start, stop, TRAINER_TOP, TRAINER_HEIGHT, title, version=version))
-    top = TRAINER_TOP + TRAINER_HEIGHT + _draw_stages(events, scale, out) + GAP
-    out.height = _draw_lanes(events, published, scale, top, out) + BOTTOM
+            trainer.append(scale.bar(start, stop, TRAINER_TOP, TRAINER_HEIGHT, title, version=version))
+    stage_names, stages = _draw_stages(events, scale)
+    top = TRAINER_TOP + TRAINER_HEIGHT + (STAGE_HEIGHT + 1 if stages else 0)
+    lanes, num_hidden = _draw_lanes(events, published, scale, top + GAP)
     ticks = [tick for tick in nice_ticks(0.0, scale.end - begin) if 0 <= tick <= scale.end - begin]
-    out.x_ticks = [(scale.x(begin + tick), f"{tick_label(tick)} s") for tick in ticks]
-    return out
+    x_ticks = [(scale.x(begin + tick), f"{tick_label(tick)} s") for tick in ticks]
+    bottom = lanes[-1].top + lanes[-1].height if lanes else top + GAP
+    return AsyncTimeline(trainer, stages, stage_names, lanes, x_ticks, bottom + BOTTOM, num_hidden)
 
 
-def _draw_stages(events: Sequence[dict[str, Any]], scale: _Scale, out: AsyncTimeline) -> float:
-    """The trainer's stages, below its bar; returns their height."""
+def _draw_stages(events: Sequence[dict[str, Any]], scale: _Scale) -> tuple[list[str], list[Bar]]:
+    """(names, bars) of the trainer's stages, below its bar."""
     spans = [span for event in events if event["event"] == "stages" for span in event["stages"]]
     spans = [(n, start, s) for n, start, s in spans if n not in _WHOLE and scale.shown(start, start + s)]
     seconds = defaultdict[str, float](float)
     for name, _, taken in spans:
         seconds[name] += taken
-    out.stage_names = sorted(seconds, key=lambda name: -seconds[name])
-    for name, start, taken in spans:
-        y, number = TRAINER_TOP + TRAINER_HEIGHT + 1, out.stage_names.index(name)
-        title = f"{name}, {taken:.3f} s"
-        out.stages.append(scale.bar(start, start + taken, y, STAGE_HEIGHT, title, stage=number))
-    return STAGE_HEIGHT + 1 if spans else 0
+    names, y = sorted(seconds, key=lambda name: -seconds[name]), TRAINER_TOP + TRAINER_HEIGHT + 1
+    bars = [
+        scale.bar(start, start + taken, y, STAGE_HEIGHT, f"{name}, {taken:.3f} s", stage=names.index(name))
+        for name, start, taken in spans
+    ]
+    return names, bars
 
 
 def _draw_lanes(
-    events: Sequence[dict[str, Any]], published: Sequence[dict[str, Any]], scale: _Scale, top: float, out: AsyncTimeline
-) -> float:
-    """A lane for each replica from `top` on; returns where the last one ends."""
+    events: Sequence[dict[str, Any]], published: Sequence[dict[str, Any]], scale: _Scale, top: float
+) -> tuple[list[Lane], int]:
+    """A lane for each replica from `top` on, and for how many bars there were no rows."""
     served = [(span, prompt) for prompt in _prompts(events, scale.end) for span in prompt.served]
     served = [(span, prompt) for span, prompt in served if scale.shown(*span[1:])]
     replicas = sorted({replica for (replica, _, _), _ in served})
-    out.num_hidden += sum(replica not in replicas[:MAX_LANES] for (replica, _, _), _ in served)
+    lanes, num_hidden = list[Lane](), sum(replica not in replicas[:MAX_LANES] for (replica, _, _), _ in served)
     replicas = replicas[:MAX_LANES]
     max_rows = max(MIN_ROWS, MAX_ROWS // max(len(replicas), 1))
     versions = [(event["time"], event["version"]) for event in published]
     for replica in replicas:
-        lane, free = Lane(f"replica {replica}", top, 0.0, []), list[float]()  # by row: when its last prompt ended
+        bars, free = list[Bar](), list[float]()  # by row: when its last prompt ended
         mine = sorted(
             ((start, stop, p) for (number, start, stop), p in served if number == replica), key=lambda s: s[0]
         )
         for start, stop, prompt in mine:
             row = next((row for row, until in enumerate(free) if until <= start), len(free))
             if row >= max_rows:
-                out.num_hidden += 1
+                num_hidden += 1
                 continue
             free[row : row + 1] = [stop]
             for begin, end, version in _by_version(max(start, scale.begin), stop, versions):
                 title = f"prompt {prompt.number}: version {version}, {prompt.how}"
-                lane.prompts.append(scale.bar(begin, end, top + row * ROW, ROW - 1, title, version=version))
-        lane.height = ROW * len(free)
-        lane.pauses = [
-            scale.bar(e["time"] - e["pause_s"], e["time"], top, lane.height, _pause_title(e))
+                bars.append(scale.bar(begin, end, top + row * ROW, ROW - 1, title, version=version))
+        height = ROW * len(free)
+        pauses = [
+            scale.bar(e["time"] - e["pause_s"], e["time"], top, height, _pause_title(e))
             for e in published
             if e.get("pause_s") and scale.shown(e["time"] - e["pause_s"], e["time"])
         ]
-        out.lanes.append(lane)
-        top += lane.height + GAP
-    return top - GAP if out.lanes else top
+        lanes.append(Lane(f"replica {replica}", top, height, bars, pauses))
+        top += height + GAP
+    return lanes, num_hidden
 
 
 def _pause_title(publish: dict[str, Any]) -> str:
@@ -206,8 +213,7 @@ def _prompts(events: Sequence[dict[str, Any]], end: float) -> list[_Prompt]:
             under_way[event["group"]] = out[-1]
         elif name == "resumed":
             for number in under_way.keys() - set(event["groups"]):
-                under_way[number].how = "lost with its process"
-                under_way.pop(number).close(last)
+                under_way.pop(number).end(last, "lost with its process")
             for each in under_way.values():
                 if each.running:  # else it goes on at the only engine
                     each.close(last)
@@ -216,8 +222,7 @@ def _prompts(events: Sequence[dict[str, Any]], end: float) -> list[_Prompt]:
         elif prompt is not None and name == "returned":
             prompt.close(event["time"], event["replica"])
         elif prompt is not None and name in _ENDS:
-            prompt.close(event["time"])
-            prompt.how = _how(event)
+            prompt.end(event["time"], _how(event))
             del under_way[event["group"]]
         last = event["time"]
     for prompt in under_way.values():

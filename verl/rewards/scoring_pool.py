@@ -68,6 +68,12 @@ class _Group:
     left: int
     done: "asyncio.Future[None]"
 
+    def note(self, index: int, outcome: Outcome) -> None:
+        self.outcomes[index] = outcome
+        self.left -= 1
+        if self.left == 0 and not self.done.done():
+            self.done.set_result(None)
+
 
 @dataclass(eq=False)
 class _Call:
@@ -76,15 +82,11 @@ class _Call:
     group: _Group
     index: int
     limits: CallLimits | None
-    used_s: float = 0.0
 
     def end(self, outcome: Outcome) -> None:
         if self.limits is not None:
             self.limits.leave()
-        self.group.outcomes[self.index] = outcome
-        self.group.left -= 1
-        if self.group.left == 0 and not self.group.done.done():
-            self.group.done.set_result(None)
+        self.group.note(self.index, outcome)
 
 
 @dataclass(eq=False)
@@ -94,10 +96,32 @@ class _Held:
     child: PoolChild
     threads: int
     calls: dict[int, _Call] = field(default_factory=dict)
+    used_s: dict[int, float] = field(default_factory=dict)  # by the number of a call
     late: set[_Call] = field(default_factory=set)
     heard: bool = True
     silent_s: float = 0.0
     is_silent: bool = False
+
+    async def receive(self) -> list[Reply]:
+        """The answers since the last call; a sign of life, even where there are none."""
+        replies = await self.child.receive()
+        self.heard = True
+        return replies
+
+    def is_over_limit(self, beat_s: float, limit_s: float) -> bool:
+        """Whether, after another `beat_s`, a call is beyond its limit or the child is silent for as long.
+
+        Only intervals in which it gave a sign of life count for its calls: neither a process that is stopped nor one
+        call that holds the interpreter makes the others late.
+        """
+        grace_s = GRACE_S if self.child.is_async else 0.0
+        heard, self.heard = self.heard or not self.child.has_beat, False
+        self.silent_s = 0.0 if heard or not self.calls else self.silent_s + beat_s
+        if heard:
+            self.used_s = {call.number: self.used_s.get(call.number, 0.0) + beat_s for call in self.running}
+        self.late = {call for call in self.running if self.used_s.get(call.number, 0.0) >= limit_s + grace_s}
+        self.is_silent = self.silent_s > limit_s + max(grace_s, SILENT_S)
+        return bool(self.late) or self.is_silent
 
     @property
     def running(self) -> list[_Call]:
@@ -176,14 +200,15 @@ class _Children:
     async def _ask(self, rows: Sequence[dict[str, Any]]) -> list[Outcome]:
         group = _Group([None] * len(rows), len(rows), asyncio.get_running_loop().create_future())
         for index, row in enumerate(rows):
-            call = _Call(next(self._numbers), b"", group, index, self._limits)
             try:
-                call.row = bytes(_RowPickler.dumps(row))
+                sent, refused = bytes(_RowPickler.dumps(row)), None
             except Exception as error:  # of an object that an agent loop added
-                text = f"the row cannot travel to another process: {error}"
-                call.end(Outcome(error=RemoteCallError(text, is_final=True)))
-            else:
+                sent, refused = b"", f"the row cannot travel to another process: {error}"
+            call = _Call(next(self._numbers), sent, group, index, self._limits)
+            if refused is None:
                 self._waiting.append(call)
+            else:
+                call.end(Outcome(error=RemoteCallError(refused, is_final=True)))
         self._dispatch()
         try:
             if rows:
@@ -234,8 +259,7 @@ class _Children:
             watch = asyncio.get_running_loop().create_task(self._watch(held))
             self._dispatch()
             while True:
-                for number, reply in await child.receive():
-                    held.heard = True
+                for number, reply in await held.receive():
                     if (call := held.calls.pop(number, None)) is not None:
                         call.end(_outcome(reply, self.source.timeout_s))
                 self._dispatch()
@@ -267,14 +291,14 @@ class _Children:
         """Errors of the calls that ended the child; the others wait for the next one."""
         running, late = held.running, held.late & set(held.calls.values())
         killed = ProcessKilledError(limit_text(self.source.timeout_s))
-        calls, held.calls = list(held.calls.values()), {}
+        calls = list(held.calls.values())
+        held.calls.clear()
         if held.is_silent and held.child.is_async:
             text = f"the async function has blocked its event loop for {held.silent_s:.1f} s; it must await instead of"
             self._end_all(calls, BlockedLoopError(f"{text} blocking"))
             return
         guilty = late if held.late or len(running) > 1 else set(running)
         for call in reversed(calls):
-            call.used_s = 0.0
             if call.group.done.cancelled():
                 call.end(Outcome())
             elif call in guilty:
@@ -285,23 +309,12 @@ class _Children:
                 self._waiting.appendleft(call)
 
     async def _watch(self, held: _Held) -> None:
-        """Kill the child when a call is beyond its limit, or when it is silent for as long.
-
-        Only intervals in which it gave a sign of life count for its calls: neither a process that is stopped nor one
-        call that holds the interpreter makes the others late.
-        """
+        """Kill the child when a call is beyond its limit, or when it is silent for as long."""
         if (limit_s := self.source.timeout_s) is None:
             return
-        grace_s = GRACE_S if held.child.is_async else 0.0
         while True:
             await asyncio.sleep(self.source.beat_s)
-            heard, held.heard = held.heard or not held.child.has_beat, False
-            held.silent_s = 0.0 if heard or not held.calls else held.silent_s + self.source.beat_s
-            for call in held.running if heard else ():
-                call.used_s += self.source.beat_s
-            held.late = {call for call in held.running if call.used_s >= limit_s + grace_s}
-            held.is_silent = held.silent_s > limit_s + max(grace_s, SILENT_S)
-            if held.late or held.is_silent:
+            if held.is_over_limit(self.source.beat_s, limit_s):
                 held.child.kill()
                 return
 

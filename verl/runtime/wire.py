@@ -149,7 +149,7 @@ def _from_json(item: Any, tensors: _TensorReader | _ArrayReader) -> Any:
     if kind == "batch":
         return Batch(*_from_json(fields[0], tensors))
     if kind == "metrics":
-        return Metrics.from_state(fields[0])
+        return Metrics(fields[0])
     return _find_dataclass(*fields[:2])(**{name: _from_json(value, tensors) for name, value in fields[2].items()})
 
 

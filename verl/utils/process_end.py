@@ -82,6 +82,12 @@ class EarlyEndReport:
             self._mark_reported()
         exit_now(status or 1)
 
+    def note_resume_point(self, text: bytes) -> None:
+        self.resume_point = text
+        if self.pipe is not None:
+            with contextlib.suppress(OSError):  # the watcher was killed
+                os.write(self.pipe, text)
+
     def _mark_reported(self) -> None:
         if self.pipe is not None:
             with contextlib.suppress(OSError):  # the watcher was killed
@@ -116,10 +122,7 @@ def report_early_end(process: int) -> None:
 def set_resume_point(latest_step_file: Path, run_name: str) -> None:
     """Where the run of this command can be resumed, for the advice about an early end; only the first call counts."""
     if (end := EarlyEndReport.active) is not None and os.getpid() == end.owner and not end.resume_point:
-        end.resume_point = json.dumps([str(latest_step_file.absolute()), run_name]).encode()
-        if end.pipe is not None:
-            with contextlib.suppress(OSError):  # the watcher was killed
-                os.write(end.pipe, end.resume_point)
+        end.note_resume_point(json.dumps([str(latest_step_file.absolute()), run_name]).encode())
 
 
 last_words: list[str] = []  # errors that wait for the exit hooks

@@ -170,13 +170,10 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     engine = EngineRegistry.new(
         "language_model", arr.actor.strategy, arr.model, arr.actor.engine, optim, arr.actor.checkpoint
     )
-    worker = EngineWorker(engine)
     # no other pass of the policy may give the entropy; after the import of external_lib, which may register a loss
     alone = config.algorithm.rollout_correction.bypass_mode or update_gives_old_logprobs(config)
-    worker.loss = make_actor_loss(
-        trained_actor(config), alone, config.algorithm.rollout_correction, config.distillation
-    )
-    return worker
+    loss = make_actor_loss(trained_actor(config), alone, config.algorithm.rollout_correction, config.distillation)
+    return EngineWorker(engine, loss)
 
 
 def all_rejected_message(correction: RolloutCorrectionConfig, step: int) -> str:

@@ -55,5 +55,5 @@ def test_a_prefix_is_put_before_every_name_of_a_copy():
 
 def test_the_state_survives_json():
     state = json.loads(json.dumps(collect(OBSERVATIONS).state()))
-    assert Metrics.from_state(state).merge(collect([20.0])).values()["max"] == 20.0
-    assert Metrics.from_state(state).values() == EXPECTED
+    assert Metrics(state).merge(collect([20.0])).values()["max"] == 20.0
+    assert Metrics(state).values() == EXPECTED

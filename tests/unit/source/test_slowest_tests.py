@@ -18,10 +18,10 @@ def test_processor_time_counts_this_process_its_children_and_those_that_ended():
     before = tree_s(os.getpid())
     subprocess.run([sys.executable, "-S", "-c", BURN], check=True)
     ended = tree_s(os.getpid())
-    assert ended - before >= 0.39
+    assert ended - before >= 0.38  # the system counts in ticks of 0.01 s
     with subprocess.Popen([sys.executable, "-S", "-c", f"{BURN}\ninput()"], stdin=subprocess.PIPE) as running:
         deadline = time.monotonic() + 60
-        while tree_s(os.getpid()) - ended < 0.39:
+        while tree_s(os.getpid()) - ended < 0.38:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         running.communicate(b"\n")

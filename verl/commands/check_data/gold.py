@@ -29,10 +29,14 @@ class Verdict:
     error: str | None = None
     abstained: bool = False
 
-    def read(self, score: Score) -> bool:
-        """Whether it was accepted."""
-        self.error, self.abstained = score.error, score.abstained
-        return score.value is not None and is_right(score)
+    def read(self, text: str, form: str | None, score: Score) -> None:
+        """Note the score of `text`, which is the gold answer in `form`, or the worked answer where that is None."""
+        self.tried, self.error, self.abstained = text, score.error, score.abstained
+        right = score.value is not None and is_right(score)
+        if form is None:
+            self.solution = right
+        else:
+            self.form = form if right else None
 
 
 def check_gold(split: Split, config: RewardConfig, count: Count) -> list[CheckResult]:
@@ -69,23 +73,22 @@ def score_gold(rows: Sequence[Row], reward: Reward, count: Count) -> list[Verdic
     """Score the worked answer of each row, and its gold answer in each of FORMS until one is accepted."""
     verdicts = [Verdict(row) for row in rows]
 
-    def score(some: Sequence[Verdict], texts: Sequence[str]) -> list[bool]:
-        inputs = []
-        for verdict, text in zip(some, texts, strict=True):
-            row, verdict.tried = verdict.row, text
-            inputs.append(RewardInput(row.data_source, text, row.ground_truth, row.extra_info, where=row.where))
-        return [v.read(s) for v, s in zip(some, asyncio.run(reward.score(inputs)), strict=True)]
+    def score(some: Sequence[Verdict], texts: Sequence[str], form: str | None = None) -> None:
+        rows = [verdict.row for verdict in some]
+        inputs = [
+            RewardInput(row.data_source, text, row.ground_truth, row.extra_info, where=row.where)
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        for verdict, text, its_score in zip(some, texts, asyncio.run(reward.score(inputs)), strict=True):
+            verdict.read(text, form, its_score)
 
     for start in range(0, len(verdicts), CHUNK):
         part = verdicts[start : start + CHUNK]
         solved = [verdict for verdict in part if verdict.row.solution]
-        for verdict, right in zip(solved, score(solved, [str(v.row.solution) for v in solved]), strict=True):
-            verdict.solution = right
+        score(solved, [str(verdict.row.solution) for verdict in solved])
         for form in FORMS:
             left = [v for v in part if not v.solution and v.form is None and gold_texts(v.row.ground_truth)]
-            golds = [form.format(gold_texts(verdict.row.ground_truth)[0]) for verdict in left]
-            for verdict, right in zip(left, score(left, golds), strict=True):
-                verdict.form = form if right else None
+            score(left, [form.format(gold_texts(verdict.row.ground_truth)[0]) for verdict in left], form)
         count(f"{start + len(part):,} of {len(verdicts):,} gold answers")
     return verdicts
 

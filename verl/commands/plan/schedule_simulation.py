@@ -96,6 +96,10 @@ class Generation:
         self._waiting.extend((group, length) for length in lengths)
         self._fill()
 
+    def wait_until(self, time: float) -> None:
+        """Nothing is decoded until then."""
+        self.now = time
+
     def remove(self, groups: Sequence[int]) -> None:
         """They are not wanted any more."""
         gone = set(groups)
@@ -214,8 +218,8 @@ def simulate(schedule: Schedule, costs: Costs, groups: Groups, batch: int, steps
             ends = generation.now + part_s
             while schedule.apart and generation.now < ends:
                 _finish(admission, generation.advance(ends))
-            generation.now = ends
-        generation.now += costs.publish_s
+            generation.wait_until(ends)
+        generation.wait_until(generation.now + costs.publish_s)
         late = admission.publish(step + 1)
         generation.remove(late)
         dropped += len(late)

@@ -111,12 +111,12 @@ class TraceRecorder:
             results = []
             for trajectory, error in islice(scores, conversation.size):
                 results.append(_outcome(trajectory))
-                reward = Span("reward", REWARD, start_ns=start_ns, error=error or "")
-                reward.outputs = {"reward": trajectory.reward, **trajectory.score_parts}
+                outputs = {"reward": trajectory.reward, **trajectory.score_parts}
+                reward = Span("reward", REWARD, outputs=outputs, start_ns=start_ns, error=error or "")
                 reward.end()
                 conversation.root.children.append(reward)
                 self._describe(conversation.root, trajectory)
-            conversation.root.outputs = results[0] if len(results) == 1 else {"trajectories": results}
+            conversation.root.note(outputs=results[0] if len(results) == 1 else {"trajectories": results})
             conversation.root.end()
             self.write(conversation.root)
 
@@ -126,11 +126,12 @@ class TraceRecorder:
             ids = turn.outputs.get(TOKEN_IDS) if turn.kind == GENERATION else None
             if ids is None:
                 continue
-            turn.outputs = {"text": self.decode(ids), **turn.outputs}
+            outputs = {"text": self.decode(ids), **turn.outputs}
             if self.with_tokens:
-                turn.outputs["tokens"] = [self.decode([token]) for token in ids]
+                outputs["tokens"] = [self.decode([token]) for token in ids]
             else:
-                del turn.outputs[TOKEN_IDS], turn.outputs[LOGPROBS]
+                del outputs[TOKEN_IDS], outputs[LOGPROBS]
+            turn.note(outputs=outputs)
         self.writer.put(root)
 
     def close(self) -> None:
@@ -140,13 +141,14 @@ class TraceRecorder:
 
     def _describe(self, root: Span, trajectory: Trajectory) -> None:
         oldest, newest = trajectory.policy_version
-        root.attributes |= {
+        attributes = {
             "policy_version_min": min(oldest, root.attributes.get("policy_version_min", oldest)),
             "policy_version_max": max(newest, root.attributes.get("policy_version_max", newest)),
             "prompt_tokens": trajectory.prompt_length,
             "response_tokens": len(trajectory.tokens) - trajectory.prompt_length,
             "sampled_tokens": trajectory.num_sampled,
         }
+        root.note(attributes=attributes)
 
 
 def fill_turn(
@@ -158,10 +160,15 @@ def fill_turn(
     versions: tuple[int, int],
 ) -> None:
     """The policy's input and output of one turn; `versions` are the oldest and newest weights that sampled it."""
-    turn.inputs = {"prompt_tokens": prompt_tokens}
-    turn.outputs = {TOKEN_IDS: list(token_ids), LOGPROBS: list(logprobs)}
-    turn.attributes = {"sampled_tokens": len(token_ids), "stop_reason": stop_reason}
-    turn.attributes |= {"policy_version_min": versions[0], "policy_version_max": versions[1]}
+    oldest, newest = versions
+    turn.note(
+        inputs={"prompt_tokens": prompt_tokens},
+        outputs={TOKEN_IDS: list(token_ids), LOGPROBS: list(logprobs)},
+        attributes={
+            "sampled_tokens": len(token_ids), "stop_reason": stop_reason,
+            "policy_version_min": oldest, "policy_version_max": newest,
+        },
+    )  # fmt: skip
 
 
 def _outcome(trajectory: Trajectory) -> dict[str, Any]:

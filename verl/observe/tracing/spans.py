@@ -35,6 +35,17 @@ class Span:
         if error is not None:
             self.error = f"{type(error).__name__}: {error}"
 
+    def note(
+        self,
+        inputs: dict[str, Any] | None = None,
+        outputs: dict[str, Any] | None = None,
+        attributes: dict[str, Any] | None = None,
+    ) -> None:
+        """Replaces the inputs and the outputs where they are given; adds `attributes`."""
+        self.inputs = self.inputs if inputs is None else inputs
+        self.outputs = self.outputs if outputs is None else outputs
+        self.attributes |= attributes or {}
+
     def walk(self) -> Iterator["Span"]:
         """This span and all below it, each before those inside it."""
         yield self

@@ -1,6 +1,7 @@
 """Who hears what a run does: progress, trackers, traces, the exporter. Made first, and handed to whoever reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,13 @@ class Observers:
             self.exporter = Exporter(run, settings.prometheus_port or 0, settings.prometheus_address)
             self.tracking.backends[NAME] = self.exporter
             note(f"metrics for Prometheus: {self.exporter.url}")
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """Inside, answers are of a validation: they begin no stage."""
+        self.is_validating = True
+        yield
+        self.is_validating = False
 
     def close_traces(self) -> None:
         """Send the traces that are still here."""

@@ -313,9 +313,9 @@ class PPOTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; the caller then publishes `version` once more."""
+        """Continue where `state` was taken; the caller then publishes its version once more."""
         self.global_step = state["global_step"]
-        self.version = state["version"]
+        self.first_step, self.version = self.global_step + 1, state["version"] - 1
         self.source.load_state_dict(state["source"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         if self.critic is not None:

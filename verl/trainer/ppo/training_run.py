@@ -238,9 +238,8 @@ class TrainingRun:
     def validate(self) -> dict[str, float]:
         """Sample the held-out prompts with the published weights and score them; logs, prints and dumps answers."""
         assert self.validation is not None
-        self.observers.is_validating = True
-        metrics, rollouts = self.trainer.wait_for(self.validation.run())
-        self.observers.is_validating = False
+        with self.observers.validation():
+            metrics, rollouts = self.trainer.wait_for(self.validation.run())
         step = self.trainer.global_step
         if self.config.trainer.validation_data_dir:
             dump_rollout_batch(self.config.trainer.validation_data_dir, step, rollouts)
@@ -292,19 +291,17 @@ class TrainingRun:
         """Restore the checkpoint that trainer.resume_mode selects, if any; drop records of steps that run again."""
         folder = find_resume(self.config.trainer, list(self.roles))
         if self.config.trainer.del_local_ckpt_after_load and folder is not None and folder.parent == self.root:
-            self.checkpoints.replaced = folder
+            self.checkpoints.replace_next(folder)
         if folder is not None:
             for name, role in self.roles.items():
                 role.load(folder / name)
             self.trainer.load_state_dict(state := read_state(folder))
             if "driver_generators" in state:  # earlier versions saved those of the ranks alone
                 rng.restore_from_json(state["driver_generators"])
-            self.trainer.version -= 1  # fit() publishes this version anew
             self.note(f"resumed from {folder}: step {self.trainer.global_step} of {self.total_steps} is done")
             if self.trainer.global_step >= self.total_steps and not self.config.trainer.val_only:
                 self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
         step = self.trainer.global_step
-        self.trainer.first_step = step + 1
         if self.config.trainer.val_only:  # no step will be run again
             return
         if self.ledger is not None:

@@ -50,7 +50,7 @@ class _PendingSave:
 class Checkpoints:
     """Saves below `root`; keeps the newest `keep[role]` of each role (None: all). At most one save is in progress.
 
-    Each is copied to the folder `copy_to`, if that is given. `replaced` is a checkpoint that the next save deletes.
+    Each is copied to the folder `copy_to`, if that is given.
     Under torchrun every rank calls every method, and rank 0 writes the files of the run itself.
     """
 
@@ -66,8 +66,12 @@ class Checkpoints:
         if self.copies is not None:
             self.copies.check_target()
         self.longest_save_s, self._began = 0.0, 0.0
-        self.replaced: Path | None = None
+        self._replaced: Path | None = None
         self._pending: _PendingSave | None = None
+
+    def replace_next(self, folder: Path) -> None:
+        """Delete the checkpoint `folder` when the next save is complete."""
+        self._replaced = folder
 
     def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Saveable]) -> None:
         """Write each role to its sub-folder of `global_step_<step>` ("." is the folder itself), or start to.
@@ -108,10 +112,10 @@ class Checkpoints:
             self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._began)
             self._prune(pending.step)
             self.note(f"saved {target}")
-            if self.replaced not in (None, target):
-                self._drop(self.replaced)
-                self.note(f"deleted {self.replaced}, which the run went on from (trainer.del_local_ckpt_after_load)")
-            self.replaced = None
+            if self._replaced not in (None, target):
+                self._drop(self._replaced)
+                self.note(f"deleted {self._replaced}, which the run went on from (trainer.del_local_ckpt_after_load)")
+            self._replaced = None
 
     @contextlib.contextmanager
     def _clean_up_on_failure(self, step: int, folder: Path) -> Iterator[None]:

@@ -63,12 +63,14 @@ class SFTTrainer:
         tracking: Tracking,
         note: Callable[[str], None] = print,
         collectives: Collectives | None = None,
+        progress: Progress | None = None,
+        answer_ends: str = "",
     ):
         self.config, self.train_set, self.validation_set = config, train, validation
         self.tracking, self.note, self.collectives = tracking, note, collectives or Collectives()
         self.objective = objective_of(config)
         self.worker: EngineWorker
-        self.answer_ends = ""  # for header_lines
+        self.answer_ends = answer_ends  # for header_lines
         self.global_step = self.first_step = self.trained_tokens = 0
         self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
         self.root = Path(config.trainer.default_local_dir)
@@ -87,7 +89,7 @@ class SFTTrainer:
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, folder_of_copies(settings))
-        self.progress, self.summary = Progress.silent(), RunSummary()
+        self.progress, self.summary = progress or Progress.silent(), RunSummary()
         first, last = settings.profile_interval
         if first > 0 and config.profiler.enable and config.profiler.tool == "nsys":
             check_nsys(is_rank=True)
@@ -334,9 +336,9 @@ def build_sft(
         exporter = Exporter(run, settings.prometheus_port, settings.prometheus_address)
         tracking.backends[NAME] = exporter
         note(f"metrics for Prometheus: {exporter.url}")
-    trainer = SFTTrainer(config, train, held_out, tracking, note, collectives)
+    answer_ends = describe_ends(config.model, prepared.tokenizer)
+    trainer = SFTTrainer(config, train, held_out, tracking, note, collectives, progress, answer_ends)
     progress.stage("loading the model")
-    trainer.progress, trainer.answer_ends = progress, describe_ends(config.model, prepared.tokenizer)
     trainer.worker = trainer.objective.load(prepared.tokenizer, trainer.total_steps)
     return trainer
 

@@ -66,6 +66,10 @@ class CollectCounts:
     scored: int = 0
     tokens: int = 0  # sampled, also of unfinished answers; 0 where the engine does not say
 
+    def add(self, total: int = 0, answered: int = 0, scored: int = 0, tokens: int = 0) -> None:
+        self.total, self.answered = self.total + total, self.answered + answered
+        self.scored, self.tokens = self.scored + scored, self.tokens + tokens
+
     def text(self) -> str:
         """`64 of 512 answers, 8,300 tokens`, or how many are scored once all are there."""
         if self.answered == self.total and self.scored < self.total:

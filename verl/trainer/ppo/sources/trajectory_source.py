@@ -186,7 +186,7 @@ class _Collection:
     def _next_prompts(self) -> Sequence[tuple[PromptRow, int]]:
         """The prompts to send now, which are counted."""
         prompts = self.plan.next_prompts()
-        self.counts.total += self.sampling.n * len(prompts)
+        self.counts.add(total=self.sampling.n * len(prompts))
         if prompts:
             self.collector.on_answers(self.counts)
         return prompts
@@ -203,10 +203,10 @@ class _Collection:
             baseline = pair.create_task(self._greedy_score(row, -1 - request_id)) if self.with_baselines else None
             trajectories = await self._answers(row, request_id, self.sampling)
             self.generating.pop(number, None)  # an answer that is there is scored, needed or not
-            self.counts.answered += self.sampling.n
+            self.counts.add(answered=self.sampling.n)
             self.collector.on_answers(self.counts)
             answers = await self._score(row, trajectories)
-            self.counts.scored += self.sampling.n
+            self.counts.add(scored=self.sampling.n)
             self.collector.on_answers(self.counts)
         if baseline is not None:
             answers = with_baseline(answers, baseline.result())
@@ -242,7 +242,7 @@ class _Collection:
         while True:
             await asyncio.sleep(TOKENS_EVERY_S)
             now = metrics_between(before, await self.collector.engine.stats())
-            self.counts.tokens = int(now.get("generated_tokens", 0))
+            self.counts.add(tokens=int(now.get("generated_tokens", 0)) - self.counts.tokens)
             self.collector.on_answers(self.counts)
 
     def _result(self) -> RolloutBatch:
