@@ -97,16 +97,18 @@ class FunctionReward:
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         outcomes = await self._calls.call([*map(self._arguments, inputs)])
-        return [
-            _with_attempts(self._to_score(item, outcome), outcome)
-            for item, outcome in zip(inputs, outcomes, strict=True)
-        ]
+        return [self._to_score(item, outcome) for item, outcome in zip(inputs, outcomes, strict=True)]
 
     def _to_score(self, item: RewardInput, outcome: Outcome) -> Score:
+        if outcome.earlier:
+            last = self._to_score(item, replace(outcome, earlier=()))
+            lost = last.processes_lost + sum(isinstance(error, ProcessLostError) for error in outcome.earlier)
+            return replace(last, retries=len(outcome.earlier), processes_lost=lost)
         if isinstance(outcome.error, BlockedLoopError):
             raise RewardError(f"reward function {self.name}: {outcome.error}")
         if outcome.error is not None:
-            return self._raise_or_leave_out(item, outcome.error)
+            score = self._raise_or_leave_out(item, outcome.error)
+            return replace(score, processes_lost=int(isinstance(outcome.error, ProcessLostError)))
         try:
             return read_score(outcome.result, self._rules.weights)
         except ValueError as error:  # our own sentence about what it returned
@@ -140,9 +142,3 @@ def _described(error: BaseException) -> tuple[str, str]:
         return error.summary, error.traceback
     own = isinstance(error, RewardTimeoutError | NoScorerError | ProcessLostError) or error.__traceback__ is None
     return f"{type(error).__name__}: {safe_text(error)}", "" if own else user_traceback(error)
-
-
-def _with_attempts(score: Score, outcome: Outcome) -> Score:
-    errors = (*outcome.earlier, outcome.error)
-    lost = sum(isinstance(error, ProcessLostError) for error in errors)
-    return replace(score, retries=len(outcome.earlier), processes_lost=lost) if outcome.earlier or lost else score
