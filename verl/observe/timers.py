@@ -42,7 +42,7 @@ class StageTimer:
     ):
         self.seconds: dict[str, float] = {}
         self.spans: list[StageSpan] = []  # of the stages that were entered here, in the order in which they ended
-        self.recorder: StageRecorder | None = None  # of a profiled step
+        self._recorder: StageRecorder | None = None  # of a profiled step
         self._synchronize = synchronize
         self._on_enter = on_enter
         self._clock = clock
@@ -61,20 +61,27 @@ class StageTimer:
                 self._count(stage, seconds)
 
     @contextlib.contextmanager
+    def recorded_by(self, recorder: StageRecorder) -> Iterator[None]:
+        """Inside, `recorder` gets the stages; an error leaves it there, since what would end it may be gone."""
+        self._recorder = recorder
+        yield
+        self._recorder = None
+
+    @contextlib.contextmanager
     def slice(self, name: str) -> Iterator[None]:
         """A named part of a profiled step, which is not measured here."""
-        if self.recorder is None:
+        if self._recorder is None:
             yield
             return
-        self.recorder.enter(name)
+        self._recorder.enter(name)
         yield
-        self.recorder.exit()
+        self._recorder.exit()
 
     def add(self, stage: str, seconds: float) -> None:
         """Add `seconds`, measured elsewhere, to `stage`."""
         self._count(stage, seconds)
-        if self.recorder is not None:
-            self.recorder.add(stage, seconds)
+        if self._recorder is not None:
+            self._recorder.add(stage, seconds)
 
     def _count(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

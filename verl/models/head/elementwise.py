@@ -214,9 +214,9 @@ class CompiledKernels:
         sum_exp, sum_shifted_exp = compiled(exponential_sums)(
             logits, inverse, accumulator.shift, accumulator.sum_shifted_exp is not None
         )
-        accumulator.sum_exp += sum_exp
+        accumulator.sum_exp.add_(sum_exp)
         if accumulator.sum_shifted_exp is not None:
-            accumulator.sum_shifted_exp += sum_shifted_exp
+            accumulator.sum_shifted_exp.add_(sum_shifted_exp)
         return False
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, coefficients: LogitGradientCoefficients) -> None:

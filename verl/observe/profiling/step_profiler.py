@@ -51,9 +51,8 @@ class StepProfiler:
             start = time.perf_counter()
             self._begin(step)
             timer.add("start_profile", time.perf_counter() - start)
-        timer.recorder = self
-        yield  # after an error the ranks may be gone
-        timer.recorder = None
+        with timer.recorded_by(self):
+            yield  # after an error the ranks may be gone
         if not (self.together and step + 1 in self.steps):
             start = time.perf_counter()
             self._end()
