@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -149,18 +148,6 @@ class Actor:
         mini = mini.with_columns(current_logprobs=mini["old_logprobs"] if unchanged else self.logprobs(mini))
         draws = token_draws(actor.data_loader_seed, step, step_batch.sequence_ids(), step_batch.position_ids())
         return with_chosen_tokens(mini, actor, draws[mini["token_indices"]])
-
-    def save(self, folder: Path) -> None:
-        """Write the contents listed in `checkpoint.save_contents`."""
-        self.group.broadcast("save", folder, list(self.config.actor_rollout_ref.actor.checkpoint.save_contents))
-
-    def finish_save(self, wait: bool = True) -> bool:
-        """True once no background save (`checkpoint.async_save`) is running; raises the error of a failed one."""
-        return all(self.group.broadcast("finish_save", wait))
-
-    def load(self, folder: Path) -> None:
-        """Restore the contents listed in `checkpoint.load_contents`."""
-        self.group.broadcast("load", folder, list(self.config.actor_rollout_ref.actor.checkpoint.load_contents))
 
 
 def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from verl.data.balance import Shard, assign_shards
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
+from verl.models.flops import Speed
 from verl.runtime.group import WorkerGroup
 from verl.workers.engine.prompt_sharing import pays_to_share
 from verl.workers.engine_worker import RankBatch
@@ -80,6 +82,26 @@ class ShardDispatcher:
         for update_metrics, _ in results:
             metrics.merge(update_metrics)
         return metrics, gather_columns(batch, shards, [outputs for _, outputs in results])
+
+    def save(self, folder: Path) -> None:
+        """Write the contents listed in the role's `checkpoint.save_contents`."""
+        self.group.broadcast("save", folder)
+
+    def finish_save(self, wait: bool = True) -> bool:
+        """True once no background save (`checkpoint.async_save`) is running; raises the error of a failed one."""
+        return all(self.group.broadcast("finish_save", wait))
+
+    def load(self, folder: Path) -> None:
+        """Restore the contents listed in the role's `checkpoint.load_contents`."""
+        self.group.broadcast("load", folder)
+
+    def speed(self) -> Speed | None:
+        """FLOP counts of the model, and peak FLOPs of all its ranks; None if any rank has no counts."""
+        speeds: list[Speed | None] = self.group.broadcast("speed")
+        known = [speed for speed in speeds if speed is not None]
+        if len(known) < len(speeds):
+            return None
+        return Speed(known[0].counts, sum(speed.peak_flops for speed in known))
 
     def begin_update(self, num_sequences: int) -> None:
         """The optimiser steps of a training step begin, with so many sequences in all."""

@@ -1,6 +1,5 @@
 """The value model on the driver."""
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -72,18 +71,6 @@ class Critic:
                 "critic.normalize_values=False, but the critic of this checkpoint predicts normalised returns: its "
                 "values would be wrong; set critic.normalize_values=True"
             )
-
-    def save(self, folder: Path) -> None:
-        """Write the contents listed in `checkpoint.save_contents`."""
-        self.group.broadcast("save", folder, list(self.config.critic.checkpoint.save_contents))
-
-    def finish_save(self, wait: bool = True) -> bool:
-        """True once no background save (`checkpoint.async_save`) is running; raises the error of a failed one."""
-        return all(self.group.broadcast("finish_save", wait))
-
-    def load(self, folder: Path) -> None:
-        """Restore the contents listed in `checkpoint.load_contents`."""
-        self.group.broadcast("load", folder, list(self.config.critic.checkpoint.load_contents))
 
 
 def build_critic_worker(config: RunConfig, total_steps: int) -> EngineWorker:

@@ -117,14 +117,14 @@ class EngineWorker:
             return self.endpoint.send(weights, version, dtype)
         return getattr(self.endpoint, step)(argument[self.engine.rank] if step == "connect" else argument)
 
-    def save(self, folder: Path, contents: list[str]) -> None:
-        self.engine.save(folder, contents)
+    def save(self, folder: Path) -> None:
+        self.engine.save(folder)
 
     def finish_save(self, wait: bool) -> bool:
         return self.engine.finish_save(wait)
 
-    def load(self, folder: Path, contents: list[str]) -> None:
-        self.engine.load(folder, contents)
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder)
 
 
 class WorkerWithoutAdapters(EngineWorker):

@@ -1,5 +1,6 @@
 """MFU of stages: what a group's devices could have done in the time that the stage took."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from verl.trainer.ppo.efficiency import (
     planned_memory_metrics,
     published_memory_metrics,
 )
+from verl.workers.batch_dispatch import ShardDispatcher
 
 PUBLISHED = "update_weights/perf/device_memory_used_gb"
 
@@ -37,11 +39,9 @@ class Counted:
 
 
 def role(speed, epochs=1, share=False):
-    return SimpleNamespace(
-        group=InlineGroup(Counted(speed)),
-        mini_batches=SimpleNamespace(epochs=epochs),
-        dispatcher=SimpleNamespace(shares_prompts=share),
-    )
+    dispatcher = SimpleNamespace(shares_prompts=share, group=InlineGroup(Counted(speed)))
+    dispatcher.speed = partial(ShardDispatcher.speed, dispatcher)
+    return SimpleNamespace(mini_batches=SimpleNamespace(epochs=epochs), dispatcher=dispatcher)
 
 
 def test_stages_that_ran_are_measured_against_the_peak():

@@ -8,7 +8,6 @@ from verl.models.flops import Speed
 from verl.observe.memory_metrics import GIB
 from verl.placement.memory import PoolMemory
 from verl.placement.plan import Plan
-from verl.runtime.group import WorkerGroup
 from verl.trainer.ppo.trainer import PPOTrainer
 
 STAGES = {  # phase of a plan -> where its metrics are, and the role whose devices they are of
@@ -32,7 +31,7 @@ def mfu_metrics(trainer: PPOTrainer, batch: Batch, trained: Batch, seconds: Mapp
     lengths, num_sampled = trained.lengths.tolist(), int(trained["loss_mask"].sum())
     needed = dict[str, tuple[str, Speed, float]]()
     for name, role in {"actor": trainer.actor, "critic": trainer.critic}.items():
-        speed = None if role is None else group_speed(role.group)
+        speed = None if role is None else role.dispatcher.speed()
         if role is None or speed is None:
             continue
         shares = role.dispatcher.shares_prompts
@@ -75,12 +74,3 @@ def published_memory_metrics(trainer: PPOTrainer) -> dict[str, float]:
     """update_weights/perf/device_memory_used_gb after a publish, when the rollout is awake; maximum over ranks."""
     used = max(trainer.actor.group.broadcast("device_memory_used"))
     return {"update_weights/perf/device_memory_used_gb": used / GIB} if used else {}
-
-
-def group_speed(group: WorkerGroup) -> Speed | None:
-    """FLOP counts of a group's model, and peak FLOPs of all its ranks; None if any rank has no counts."""
-    speeds: list[Speed | None] = group.broadcast("speed")
-    known = [speed for speed in speeds if speed is not None]
-    if len(known) < len(speeds):
-        return None
-    return Speed(known[0].counts, sum(speed.peak_flops for speed in known))

@@ -40,8 +40,6 @@ from verl.trainer.run.header import when_validated
 from verl.trainer.run.interrupt import Interrupt, interrupted
 from verl.trainer.run.restarts import restart_line
 from verl.trainer.run.resume import find_resume
-from verl.workers.actor import Actor
-from verl.workers.critic import Critic
 from verl.workers.engine import rng
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.settings_advice import tuning_advice
@@ -116,9 +114,9 @@ class TrainingRun:
         self.observers, self.tracking, self.progress = observers, observers.tracking, observers.progress
         self.total_steps, self.engine, self.plan, self.note = total_steps, engine, plan, observers.note
         self.root, settings = Path(config.trainer.default_local_dir), config.trainer
-        self.roles: dict[str, Actor | Critic] = {"actor": trainer.actor}
+        self.roles = {"actor": trainer.actor.dispatcher}
         if trainer.critic is not None:
-            self.roles["critic"] = trainer.critic
+            self.roles["critic"] = trainer.critic.dispatcher
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
         self.checkpoints = Checkpoints(self.root, keep, self.note, folder_of_copies(settings))
         self.block = CapacityBlock.from_environment(settings.esi_redundant_time)
