@@ -146,9 +146,7 @@ def test_a_saved_reward_model_is_trained_on(folder: Path):
 
 
 def test_a_reference_free_loss_loads_no_reference(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "verl.trainer.sft.objectives.frozen_worker", lambda worker: pytest.fail("a reference was loaded")
-    )
+    monkeypatch.setattr("verl.trainer.sft.ranks.frozen_worker", lambda worker: pytest.fail("a reference was loaded"))
     last = train(folder, "dpo", "run", "loss.name=simpo", "loss.beta=2", "trainer.total_training_steps=10")
     assert last["train/loss"] < jobs.metrics(folder, "run")[1]["train/loss"]
 

@@ -75,8 +75,8 @@ def test_a_rank_that_fails_is_named(folder: Path, capfd: pytest.CaptureFixture[s
     words = test_sft.overrides(folder, "failed", "model.external_lib=only_here", "trainer.total_training_steps=9")
     assert sft_trainer_ray.main([*words, *TWO_RANKS]) == 2
     out, err = capfd.readouterr()
-    assert "starting 2 ranks; new\n" in out
-    assert re.search(r"error: rank [01] failed in run\(\): model.external_lib=only_here: there is no module", err)
+    assert "asked for 2" in out
+    assert re.search(r"error: rank [01] failed in __init__\(\): model.external_lib=only_here: there is no module", err)
 
 
 def test_a_rank_that_does_not_move_is_named(folder: Path, capfd: pytest.CaptureFixture[str]):
@@ -89,5 +89,5 @@ def test_a_rank_that_does_not_move_is_named(folder: Path, capfd: pytest.CaptureF
     assert sft_trainer_ray.main([*test_sft.overrides(folder, "stalled", *words), *TWO_RANKS]) == 2
     assert time.monotonic() - start < 120
     said = capfd.readouterr().err
-    assert "rank 1 failed in run():\nit has not entered the collective in which others wait" in said
+    assert "rank 1 failed in trained.update():\nit has not entered the collective in which others wait" in said
     assert "sleeping_rank.py:16 in step_or_sleep" in said

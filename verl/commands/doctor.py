@@ -154,11 +154,9 @@ def _engine(strategy: str) -> type:
 
 def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Finding]:
     """One finding per requirement of this configuration on this machine, as a run finds them before it starts."""
-    from verl.checks.loaded import find_device
     from verl.checks.machine import early_findings
     from verl.trainer.ppo.preparation import prepare_run
     from verl.trainer.sft.preparation import prepare_sft
-    from verl.trainer.sft.rank_launch import num_ranks_to_start
 
     try:
         with warnings.catch_warnings():
@@ -172,8 +170,6 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
         prepare_run(config, found)
         rows += [*found.rows, *_graph_capture_advice(config, platform)]
     else:
-        if find_device(config.trainer.device, found) is not None:
-            found.run("ranks", lambda: num_ranks_to_start(config) or 1)
         prepare_sft(config, found)
         rows += found.rows
     return rows

@@ -33,8 +33,6 @@ class RemoteGroup(WorkerGroup):
     A subclass starts and ends the ranks, sends messages, and tells `_resolve` and `_report_death` what it hears.
     """
 
-    polls: frozenset[str] = frozenset()  # methods called again and again beside a call: no sign that its rank moves
-
     def __init__(self, layout: Layout, name: str):
         self.layout, self.name = layout, name
         self._numbers = itertools.count(BUILD_CALL)
@@ -137,7 +135,7 @@ class RemoteGroup(WorkerGroup):
         with self._lock:
             for number, call in self._calls.items():
                 for rank, future in call.futures.items():
-                    if not future.done() and call.first_error is None and call.method not in self.polls:
+                    if not future.done() and call.first_error is None:
                         found.setdefault(rank, {})[number] = call.method
         return found
 

@@ -1,25 +1,139 @@
-"""Ranks that torchrun or another launcher has started watch each other: a thread in each looks at all on its machine.
+"""Ranks that torchrun or another launcher has started: a group whose first rank drives, and computes as the others do.
 
-The thread of the first rank names the culprit; where that rank is stopped, or lets no thread run, that of the next one.
+They watch each other: a thread in each looks at all on its machine. The thread of the first rank names the culprit;
+where that rank is stopped, or lets no thread run, that of the next one.
 """
 
 import contextlib
+import json
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from verl.runtime.calls import GRACE_S
-from verl.runtime.collectives import Collectives
+from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine
-from verl.runtime.rank_reports import RankReports, blame_earliest, folder_of_this_node
+from verl.runtime.rank_reports import LOST_RANK, RankReports, blame_earliest, folder_of_this_node
 from verl.runtime.stall_watch import StallWatch
 from verl.utils.errors import WorkerError
+from verl.utils.process_end import exit_now
 
 _LATER, _LATER_S = 0.1, 1.0  # of the timeout and at least: by this a rank's thread comes after that of the one before
+
+
+class LaunchedGroup(WorkerGroup):
+    """The workers that `factory()` builds on all ranks; made on the first one, while the others `serve`.
+
+    A rank whose call fails raises, and ends. One that loses another ends in one line, with the traceback in a file in
+    `root`. A signal that another rank gets is raised here after the call, as SIGTERM.
+    """
+
+    def __init__(self, factory: Callable[[], Any], root: Path, stall_timeout_s: float):
+        self.layout, self.root = Layout.data_parallel(dist.get_world_size()), root
+        self._is_served, self._watching = True, contextlib.ExitStack()
+        self.worker: Any
+        self._send([(factory, root, stall_timeout_s)] * self.layout.world_size)
+        self._watching.enter_context(_watch_each_other("fit", stall_timeout_s))
+        self._reply("__init__", lambda: setattr(self, "worker", factory()))
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        with _ends_if_rank_lost(method, self.root):
+            self._send([(method, args) for args in arguments])
+        return self._reply(method, lambda: attrgetter(method)(self.worker)(*arguments[0]))
+
+    def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
+        raise NotImplementedError("ranks of a launcher are only called together")
+
+    def close(self) -> None:
+        """Let the other ranks end; after a failure they do so by themselves."""
+        with self._watching:
+            if self._is_served:
+                self._send([None] * self.layout.world_size)
+                self._is_served = False
+
+    def _send(self, messages: list[Any]) -> None:
+        dist.scatter_object_list([None], messages)
+
+    def _reply(self, method: str, run: Callable[[], Any]) -> list[Any]:
+        self._is_served = False
+        replies: list[Any] = [None] * self.layout.world_size
+        with _ends_if_rank_lost(method, self.root):
+            dist.gather_object((run(), False), replies)
+        self._is_served = True
+        if any(is_signalled for _, is_signalled in replies) and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+            signal.raise_signal(signal.SIGTERM)  # ignored once the driver has been told
+        return [result for result, _ in replies]
+
+
+def serve() -> None:
+    """Be a rank of the `LaunchedGroup` of the first one, until that closes it or its process is gone."""
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank ends the run
+        signal.signal(number, lambda number, _: signals.append(number))
+    with _ends_if_rank_lost("", None):  # the first rank has said why
+        factory, root, stall_timeout_s = _received()
+    method = "__init__"
+    with _ends_if_rank_lost(lambda: method, root, signals), _watch_each_other("fit", stall_timeout_s):
+        worker = factory()
+        dist.gather_object((None, bool(signals)))
+        while (message := _received()) is not None:
+            method, args = message
+            dist.gather_object((attrgetter(method)(worker)(*args), bool(signals)))
+
+
+def _received() -> Any:
+    message = [None]
+    dist.scatter_object_list(message)
+    return message[0]
+
+
+@contextlib.contextmanager
+def _ends_if_rank_lost(method: Any, root: Path | None, signals: Sequence[int] = ()) -> Iterator[None]:
+    """Inside the block, an error that comes from another rank's end ends this process with status 1, in one line.
+
+    After one of `signals`, or without `root`, it ends silently. torchrun's report repeats the line, and names the rank
+    that was lost.
+    """
+    try:
+        yield
+    except BaseException as error:
+        chain = [error]
+        while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(earlier)
+        lost = next((one for one in chain if isinstance(one, RuntimeError) and LOST_RANK.search(str(one))), None)
+        if lost is None:
+            raise
+        if root is not None and not signals:
+            rank, name = dist.get_rank(), method() if callable(method) else method
+            root.mkdir(parents=True, exist_ok=True)
+            file = root / f"rank_{rank}_lost_rank.txt"
+            file.write_text("".join(traceback.format_exception(lost)))
+            line = f"rank {rank} lost another rank in {name.rpartition('.')[2]}(): {file}"
+            sys.stderr.write(f"error: {line}\n")  # in one piece: torchrun's ranks write without a buffer, side by side
+            _tell_torchrun(line)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        exit_now(128 + signals[0] if signals else 1)  # the interpreter's shutdown would wait for the lost rank
+
+
+def _tell_torchrun(line: str) -> None:
+    """Write the file from which torchrun reads why this rank failed; it takes the earliest failure for the cause."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        after_the_lost_rank_s = int(time.time()) + 2  # torchrun has seen that one by now, and counts in whole seconds
+        content = {"message": line, "timestamp": after_the_lost_rank_s}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(content))
 
 
 class _SomeRanks(RanksOfMachine):
@@ -30,12 +144,10 @@ class _SomeRanks(RanksOfMachine):
 
 
 @contextlib.contextmanager
-def watch_each_other(
-    collectives: Collectives, method: str, timeout_s: float, said: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def _watch_each_other(method: str, timeout_s: float) -> Iterator[None]:
     """Inside the block, which all ranks enter together, the culprit of a stall is printed and its process killed.
 
-    The others end because of it, or are killed too. `method` is what all ranks run; `said()` is called after printing.
+    The others end because of it, or are killed too. `method` is what all ranks run.
     """
     if timeout_s <= 0 or (machine := _this_machine()) is None:
         yield
@@ -51,7 +163,8 @@ def watch_each_other(
     thread.start()
     # threads that are there already, as that of the progress line, say nothing of what the rank does
     uncounted = [one.native_id or 0 for one in threading.enumerate() if one is not threading.main_thread()]
-    everyone = collectives.all_gather((machine, os.getpid(), uncounted, uuid.uuid4().hex))
+    rank, everyone = dist.get_rank(), list[Any]([None]) * dist.get_world_size()
+    dist.all_gather_object(everyone, (machine, os.getpid(), uncounted, uuid.uuid4().hex))
     folder, since = folder_of_this_node(f"verl-ranks-{everyone[0][3]}"), time.time()
     local = {rank: one for rank, one in enumerate(everyone) if one[0] == machine}
     processes = {rank: RankProcess(process, None, frozenset(own)) for rank, (_, process, own, _) in local.items()}
@@ -67,18 +180,17 @@ def watch_each_other(
         except OSError:  # no room: several may say it
             pass
         print(f"error: {error}", file=sys.stderr, flush=True)
-        said()
         ranks.kill([error.rank])  # the others hear of it in their collective
         time.sleep(GRACE_S)
         ranks.kill(processes)
 
-    reports = RankReports(folder, collectives.rank)
+    reports = RankReports(folder, rank)
     with contextlib.suppress(OSError):  # no room: without stacks
         reports.open()
-    later_s = list(local).index(collectives.rank) * max(_LATER_S, _LATER * timeout_s)
+    later_s = list(local).index(rank) * max(_LATER_S, _LATER * timeout_s)
     calls = {rank: {0: method} for rank in local}
     watches.append(StallWatch(ranks, len(everyone), lambda: calls, end_run, timeout_s, later_s))
-    collectives.all_gather(None)  # all can say where they are
+    dist.barrier()  # all can say where they are
     may_look.set()
     try:
         yield

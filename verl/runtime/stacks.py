@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 _THREAD = re.compile(r"^(Current thread|Thread) .*:$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_SERVERS = ("verl/runtime/rank_server.py", "verl/runtime/ray_rank.py", "verl/trainer/sft/on_ray.py")  # outside of calls
+_SERVERS = ("verl/runtime/rank_server.py", "verl/runtime/ray_rank.py")  # outside of calls
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 _STORES = ("verl/trainer/run/checkpoints.py", "verl/workers/engine/checkpoint.py", "verl/observe/tracking.py")

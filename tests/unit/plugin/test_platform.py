@@ -194,7 +194,7 @@ def test_the_device_shim_asks_the_platform():
 def test_a_run_is_on_the_device_it_asks_for_and_so_are_its_processes(monkeypatch):
     from verl.config import load_config
     from verl.trainer.ppo.run_setup import build_run
-    from verl.trainer.sft.rank_launch import num_ranks_to_start
+    from verl.trainer.sft.ranks import num_ranks_to_start
     from verl.trainer.sft_trainer import run_sft
 
     class Present(FakePlatform):

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl.checks.findings import Findings
 from verl.config import ConfigError, RunConfig, load_config
 from verl.placement import devices, plan
 from verl.placement import pools as placement
@@ -19,8 +19,7 @@ from verl.placement.devices import chosen_runtime
 from verl.placement.pools import announce_plan, devices_apart, plan_run, pools_of, start_pools
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
-from verl.trainer import sft_trainer
-from verl.trainer.sft import rank_launch
+from verl.trainer.sft import ranks as sft_ranks
 from verl.workers.rollout.engines import rollout_engine_of
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
@@ -304,13 +303,14 @@ def test_fine_tuning_reports_a_ray_on_this_machine_too(
     for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "local_head", lambda: "10.0.0.1:6379")
-    monkeypatch.setattr(sft_trainer, "early_findings", lambda config: Findings())
-    monkeypatch.setattr(sft_trainer, "check_and_count_ranks", lambda *of_a_run: 2)
-    monkeypatch.setattr(rank_launch, "run_torchrun", lambda *of_a_run: 0)
-    words = ["model.path=m", "data.train_files=f", f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
+    monkeypatch.setattr(sft_ranks, "ProcessGroup", lambda *_, **__: ExitStack())
     line = "a Ray head runs on this machine at 10.0.0.1:6379; trainer.runtime=ray joins it\n"
-    assert sft_trainer.main(words) == 0 and line in capsys.readouterr().out
-    assert sft_trainer.main([*words, "trainer.runtime=processes"]) == 0 and line not in capsys.readouterr().out
+    for runtime, said in (("auto", line), ("processes", "")):
+        words = ["model.path=m", "trainer.device=cpu", "trainer.n_gpus_per_node=2", f"trainer.runtime={runtime}"]
+        config = load_config([*words, f"trainer.default_local_dir={tmp_path}"], "sft_trainer")
+        with ExitStack() as ending:
+            sft_ranks.start_ranks(config, config.model, 1, ending)
+        assert capsys.readouterr().out == said
 
 
 def test_a_token_in_the_home_folder_or_the_environment_is_shown_to_a_cluster(

@@ -21,8 +21,8 @@ from verl.plugin.platform import get_platform
 from verl.runtime.processes import ProcessGroup
 from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.ppo.run_setup import build_run
-from verl.trainer.sft.rank_launch import num_ranks_to_start
-from verl.trainer.sft_trainer import check_and_count_ranks
+from verl.trainer.sft.ranks import num_ranks_to_start
+from verl.trainer.sft.trainer import build_sft
 
 ARR = jobs.ARR
 Disk = namedtuple("Disk", "total used free")
@@ -142,12 +142,13 @@ def test_wandb_without_an_account_and_a_server_without_its_python_are_named(job:
     assert "server.python=/nowhere/python is no program here" in message
 
 
-def test_fine_tuning_says_everything_before_its_ranks(job: Path):
+def test_fine_tuning_says_everything_before_its_ranks(job: Path, monkeypatch):
+    monkeypatch.setattr(ProcessGroup, "__init__", lambda *_, **__: pytest.fail("ranks were started"))
     words = [f"model.path={job}/nowhere", f"data.train_files={job}/none.jsonl", "trainer.device=cpu"]
     words += ["trainer.n_gpus_per_node=2", "trainer.logger=[consol]", "engine.strategy=fsdp3"]
     settings = load_config(words, "sft_trainer")
     with pytest.raises(ConfigError) as raised:
-        check_and_count_ranks(settings, early_findings(settings))
+        build_sft(settings)
     message = str(raised.value)
     assert message.startswith("4 things keep this run from starting:")
     assert all(text in message for text in ("nowhere is not a folder", "none.jsonl does not exist", "consol", "fsdp3"))

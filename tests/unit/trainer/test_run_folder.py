@@ -125,9 +125,8 @@ def test_disable_and_a_start_elsewhere_stop_but_validation_alone_does_not(tmp_pa
 def test_readable_answers_of_an_earlier_run_stay_too():
     Path("dumps").mkdir()
     Path("dumps/1.jsonl").write_text("")
-    config, place = claim("trainer.rollout_data_dir=dumps", "trainer.validation_data_dir=other")
+    config, _ = claim("trainer.rollout_data_dir=dumps", "trainer.validation_data_dir=other")
     assert config.trainer.rollout_data_dir == "dumps-2" and config.trainer.validation_data_dir == "other"
-    assert place.values["rollout_data_dir"] == "dumps-2"
 
 
 def test_a_run_in_progress_is_not_renamed_away_from():

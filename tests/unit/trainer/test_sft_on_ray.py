@@ -1,12 +1,14 @@
 """Fine-tuning on Ray: its keys reach the cluster and the watch over its ranks."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from verl.config import SFTConfig, load_config
-from verl.trainer.sft import on_ray as sft_on_ray
+from verl.runtime import ray_cluster
+from verl.trainer.sft import ranks
 from verl.utils.errors import ConfigError
 
 PRESET = "sft_trainer_engine"
@@ -24,11 +26,13 @@ def test_nodes_are_waited_for_and_ranks_watched_for_the_configured_time(monkeypa
         raise Started
 
     cluster = SimpleNamespace(leave=lambda: None, describe=lambda *_: "joined")
-    monkeypatch.setattr(sft_on_ray, "join_cluster", lambda *_: cluster)
-    monkeypatch.setattr(sft_on_ray, "RayGroup", start)
-    words = ["trainer.node_wait_s=9", "trainer.stall_timeout_s=7", "trainer.device=cpu"]
-    with pytest.raises(Started):
-        sft_on_ray.run_on_ray(load_config(words, config_name=PRESET, root=SFTConfig), PRESET, words, 2)
+    monkeypatch.setattr(ranks, "join_cluster", lambda *_: cluster)
+    monkeypatch.setattr(ranks, "RayGroup", start)
+    monkeypatch.setattr(ray_cluster, "check_installed", lambda: None)
+    words = ["trainer.node_wait_s=9", "trainer.stall_timeout_s=7", "trainer.device=cpu", "trainer.runtime=ray"]
+    config = load_config(words, config_name=PRESET, root=SFTConfig)
+    with pytest.raises(Started), ExitStack() as ending:
+        ranks.start_ranks(config, config.model, 1, ending)
     assert (started["devices"].wait_s, started["stall_timeout_s"]) == (9.0, 7.0)
 
 

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +88,6 @@ class RankProfiler:
         """The profiler of a rank with these `roles`."""
         role, settings = settings_of(config, roles) or ("", None)
         return cls(settings, role, rank, config.global_profiler.global_tool_config.torch_memory)
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """As the broadcast of a driver that is this process, to this rank alone."""
-        return [attrgetter(method.removeprefix("profiler."))(self)(*args)]
 
     def begin(self, name: str) -> None:
         """Record from here on; `name` is the folder of the step or steps."""

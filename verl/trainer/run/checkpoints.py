@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.models.tensor_file import file_digest
 from verl.trainer.run.checkpoint_copies import CheckpointCopies
@@ -51,7 +49,6 @@ class Checkpoints:
     """Saves below `root`; keeps the newest `keep[role]` of each role (None: all). At most one save is in progress.
 
     Each is copied to the folder `copy_to`, if that is given.
-    Under torchrun every rank calls every method, and rank 0 writes the files of the run itself.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Checkpoints:
         copy_to: str | None = None,
     ):
         self.root, self.keep, self.note = make_writable_folder(root, "trainer.default_local_dir"), keep, note
-        self.copies = CheckpointCopies(root, copy_to, note) if copy_to and is_rank_zero() else None
+        self.copies = CheckpointCopies(root, copy_to, note) if copy_to else None
         if self.copies is not None:
             self.copies.check_target()
         self.longest_save_s, self._began = 0.0, 0.0
@@ -83,9 +80,8 @@ class Checkpoints:
         self._began = time.monotonic()
         folder = self.root / f".global_step_{step}.tmp"
         with self._clean_up_on_failure(step, folder):
-            if is_rank_zero():
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
             for name, role in roles.items():
                 role.save(folder / name)
         self._pending = _PendingSave(step, folder, state, roles)
@@ -100,22 +96,20 @@ class Checkpoints:
             if not all([role.finish_save(wait) for role in pending.roles.values()]):
                 return
             self._pending = None
-            if is_rank_zero():
-                manifests = {role: file_digest(pending.folder / role / MANIFEST) for role in pending.roles}
-                record = {"step": pending.step, "manifests": manifests}
-                write_checksummed(pending.folder / TRAINER_STATE_FILE, {**pending.state, SAVED_WITH: record})
-                publish_directory(pending.folder, target)
-                atomic_write_text(self.root / LATEST_STEP_FILE, str(pending.step))
-        if is_rank_zero():
-            if self.copies is not None:
-                self.copies.start(target)
-            self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._began)
-            self._prune(pending.step)
-            self.note(f"saved {target}")
-            if self._replaced not in (None, target):
-                self._drop(self._replaced)
-                self.note(f"deleted {self._replaced}, which the run went on from (trainer.del_local_ckpt_after_load)")
-            self._replaced = None
+            manifests = {role: file_digest(pending.folder / role / MANIFEST) for role in pending.roles}
+            record = {"step": pending.step, "manifests": manifests}
+            write_checksummed(pending.folder / TRAINER_STATE_FILE, {**pending.state, SAVED_WITH: record})
+            publish_directory(pending.folder, target)
+            atomic_write_text(self.root / LATEST_STEP_FILE, str(pending.step))
+        if self.copies is not None:
+            self.copies.start(target)
+        self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._began)
+        self._prune(pending.step)
+        self.note(f"saved {target}")
+        if self._replaced not in (None, target):
+            self._drop(self._replaced)
+            self.note(f"deleted {self._replaced}, which the run went on from (trainer.del_local_ckpt_after_load)")
+        self._replaced = None
 
     @contextlib.contextmanager
     def _clean_up_on_failure(self, step: int, folder: Path) -> Iterator[None]:
@@ -127,8 +121,7 @@ class Checkpoints:
             yield
         except (OSError, CheckpointError, WorkerError) as error:
             self._pending = None
-            if is_rank_zero():
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, WorkerError) and (error.is_death or error.is_stall):
                 raise
             steps = complete_steps(self.root)
@@ -139,7 +132,7 @@ class Checkpoints:
             ) from error
 
     def finish_all(self) -> None:
-        """Wait for the pending checkpoint, and on the rank that copies until everything is copied."""
+        """Wait for the pending checkpoint, and until everything is copied."""
         self.finish_pending(wait=True)
         if self.copies is not None and self.copies.pending:
             self.wait_for_copies()
@@ -189,11 +182,6 @@ def folder_of_copies(settings: TrainerConfig | SFTTrainerConfig) -> str | None:
     """Where checkpoints are copied to: `default_hdfs_dir`/<project>/<experiment>, so that no run meets another's."""
     target = settings.default_hdfs_dir
     return target and f"{target.rstrip('/')}/{settings.project_name}/{settings.experiment_name}"
-
-
-def is_rank_zero() -> bool:
-    """Whether this process writes the files of the run itself."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def read_state(folder: Path) -> dict[str, Any]:

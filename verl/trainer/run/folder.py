@@ -5,9 +5,9 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.config import RunConfig, SFTConfig
 from verl.config.run_name import C, has_dated_name, has_own_folder, with_trainer_values
@@ -33,7 +33,6 @@ class RunPlace:
 
     state: str = "new"
     lines: tuple[str, ...] = ()
-    values: dict[str, Any] = field(default_factory=dict)  # of keys of `trainer`, chosen for this run
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ def claimed_run(config: C) -> Iterator[tuple[C, RunPlace]]:
         cleanup.callback(_remove_if_empty, Path(taken.trainer.default_local_dir))
         if taken.trainer.experiment_name != named.trainer.experiment_name and not has_dated_name(named):
             place = RunPlace(f"new; {named.trainer.experiment_name} holds another run")
-        values = _chosen_values(config, taken)
         set_resume_point(Path(taken.trainer.default_local_dir) / LATEST_STEP_FILE, taken.trainer.experiment_name)
-        yield taken, replace(_set_aside_and_describe(taken, held, place), values=values)
+        yield taken, _set_aside_and_describe(taken, held, place)
 
 
 def settle_name(config: C) -> tuple[C, RunPlace]:
@@ -87,14 +85,6 @@ def settle_name(config: C) -> tuple[C, RunPlace]:
     done = f"{complete_steps(earlier.folder)[-1]} of {earlier.total_steps}"
     state = f"new; to continue the last one (step {done}), add trainer.experiment_name={name}"
     return config, RunPlace(state)
-
-
-def named_for_ranks(config: C) -> tuple[C, RunPlace]:
-    """The configuration with a free name, for a run whose ranks are other processes and take the folder later."""
-    named, place = settle_name(config)
-    if has_dated_name(named):
-        named = next(candidate for candidate in _candidates(named) if not _is_taken(candidate))
-    return named, place
 
 
 def find_earlier_run(config: AnyConfig) -> RunRecord | None:
@@ -253,11 +243,6 @@ def _with_free_dumps(config: C) -> C:
             free = (f"{folder}-{number}" for number in itertools.count(2))
             values[name] = next(path for path in free if not Path(path).exists())
     return with_trainer_values(config, values) if values else config
-
-
-def _chosen_values(config: AnyConfig, taken: AnyConfig) -> dict[str, Any]:
-    names = ("experiment_name", "default_local_dir", *_DUMPS)
-    return {n: taken.trainer.get(n) for n in names if taken.trainer.get(n) != config.trainer.get(n)}
 
 
 def _set_aside_and_describe(config: AnyConfig, held: Holdings, place: RunPlace) -> RunPlace:

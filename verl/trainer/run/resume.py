@@ -4,16 +4,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.trainer.run.checkpoints import (
     LATEST_STEP_FILE,
     TRAINER_STATE_FILE,
     check_role_manifest,
     complete_steps,
-    is_rank_zero,
     read_state,
     step_folder,
 )
@@ -24,28 +20,26 @@ from verl.workers.engine.manifest import DamagedCheckpointError, verify_folder
 
 logger = logging.getLogger(__name__)
 
-NO_CHECKPOINT, SEARCH_FAILED = -1, -2  # returned instead of a step
+NO_CHECKPOINT = -1  # returned instead of a step
 
 
 def find_resume(config: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Path | None:
     """The checkpoint folder to continue from, or None to start afresh (`trainer.resume_mode`).
 
     All files of `roles` (sub-folders; "." is the folder itself) that a resumed run reads are compared with their
-    digests. `auto` skips damaged checkpoints with a warning; `resume_path` refuses one. Under torchrun every rank calls
-    it: rank 0 looks, and the others get its answer.
+    digests. `auto` skips damaged checkpoints with a warning; `resume_path` refuses one.
     """
     mode = config.resume_mode
     if mode == "disable":
         return None
     if mode == "resume_path":
         folder = _requested_folder(config.resume_from_path)
-        if is_rank_zero():
-            verify_checkpoint(folder, roles)
+        verify_checkpoint(folder, roles)
         return folder
     if mode != "auto":
         raise ConfigError(f"trainer.resume_mode={mode!r} is unknown; allowed: auto, disable, resume_path")
     root = Path(config.default_local_dir)
-    step = _newest_intact_step_on_all_ranks(root, roles)
+    step = _newest_intact_step(root, roles)
     return None if step == NO_CHECKPOINT else step_folder(root, step)
 
 
@@ -64,21 +58,6 @@ def verify_checkpoint(folder: Path, roles: Sequence[str]) -> None:
                 damage,
                 folder / role,
             )
-
-
-def _newest_intact_step_on_all_ranks(root: Path, roles: Sequence[str]) -> int:
-    """`_newest_intact_step` of rank 0, broadcast to all ranks."""
-    if not dist.is_initialized():
-        return _newest_intact_step(root, roles)
-    step = torch.tensor(SEARCH_FAILED)
-    try:
-        if is_rank_zero():
-            step.fill_(_newest_intact_step(root, roles))
-    finally:
-        dist.broadcast(step, src=0)
-    if int(step) == SEARCH_FAILED:
-        raise CheckpointError(f"the first rank found no checkpoint to resume from in {root}; see its error")
-    return int(step)
 
 
 def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:

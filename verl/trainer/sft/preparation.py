@@ -9,6 +9,7 @@ from verl.checks.loaded import TrainedModel, check_disk_room, find_device, find_
 from verl.config import SFTConfig
 from verl.data.conversations import Conversations
 from verl.trainer.sft.objectives import objective_of
+from verl.trainer.sft.ranks import num_ranks_to_start
 from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
 
@@ -23,10 +24,10 @@ class SFTPreparation:
 
 
 def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, and what `found`, from `early_findings`, says about everything but the rows, which each rank
-    reads."""
+    """The tokenizer, and what `found`, from `early_findings`, says about everything but the rows."""
     settings, strategy = config.trainer, config.engine.strategy
-    find_device(settings.device, found)
+    if find_device(settings.device, found) is not None:
+        found.run("ranks", lambda: num_ranks_to_start(config) or 1)
     if found.check("external_lib", lambda: import_external(config.model.external_lib)):
         found.run(
             "engine",

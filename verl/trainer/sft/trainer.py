@@ -1,12 +1,9 @@
-"""Supervised fine-tuning and preference training: a batch of rows a step, on the same engine as the policy.
-
-Under torchrun every rank runs this program: each builds the whole batch and trains on its shard of it; rank 0 logs and
-saves.
-"""
+"""Supervised fine-tuning and preference training: a batch of rows a step, on the same engine as the policy."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +11,18 @@ import numpy as np
 
 from verl.checks.findings import Findings
 from verl.checks.machine import early_findings
-from verl.config import SFTConfig
+from verl.config import HFModelConfig, SFTConfig
+from verl.config.base import add_reads
 from verl.config.load import pop_unread_keys, unread_keys
 from verl.config.run_name import same_command
-from verl.data.balance import assign_shards
 from verl.data.batch import Batch
 from verl.data.conversations import Conversations
 from verl.data.metrics import Metrics
-from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.fastest import keep_choices_in
 from verl.models.load import describe_ends
 from verl.observe.exporter import NAME, Exporter
 from verl.observe.profiling.nsys import check_nsys
-from verl.observe.profiling.rank_profiler import RankProfiler
 from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
@@ -37,19 +32,17 @@ from verl.observe.timers import StageTimer
 from verl.observe.trackers import RunInfo
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
-from verl.runtime.collectives import Collectives
-from verl.runtime.group import Layout
+from verl.runtime.group import WorkerGroup
 from verl.trainer.run.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.run.folder import metrics_of
 from verl.trainer.run.interrupt import Interrupt, interrupted
 from verl.trainer.run.resume import find_resume
-from verl.trainer.sft.lost_ranks import report_when_ended
 from verl.trainer.sft.objectives import objective_of
 from verl.trainer.sft.preparation import prepare_sft
+from verl.trainer.sft.ranks import start_ranks
 from verl.utils.errors import DataError
 from verl.utils.seeds import derive_seed
-from verl.workers.engine.rng import seed_generators
-from verl.workers.engine_worker import EngineWorker
+from verl.workers.batch_dispatch import ShardDispatcher
 
 
 class SFTTrainer:
@@ -62,17 +55,18 @@ class SFTTrainer:
         validation: Conversations | None,
         tracking: Tracking,
         note: Callable[[str], None] = print,
-        collectives: Collectives | None = None,
-        progress: Progress | None = None,
         answer_ends: str = "",
     ):
         self.config, self.train_set, self.validation_set = config, train, validation
-        self.tracking, self.note, self.collectives = tracking, note, collectives or Collectives()
+        self.tracking, self.note, self.ranks = tracking, note, ExitStack()
         self.objective = objective_of(config)
-        self.worker: EngineWorker
+        self.group: WorkerGroup
+        self.trained: ShardDispatcher
+        self.reference: ShardDispatcher | None = None
         self.answer_ends = answer_ends  # for header_lines
         self.global_step = self.first_step = self.trained_tokens = 0
-        self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
+        self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
+        self.counted, self.to_count = 0, 0  # sequences before those of the pass in progress, and of the stage
         self.root = Path(config.trainer.default_local_dir)
         keep_choices_in(self.root)
         data, settings = config.data, config.trainer
@@ -82,8 +76,7 @@ class SFTTrainer:
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} training rows; "
                 f"lower it to at most {len(train)}"
             )
-        if self.collectives.is_rank_zero:
-            warn_about_unused_rows(len(train), data.train_batch_size, data.shuffle)
+        warn_about_unused_rows(len(train), data.train_batch_size, data.shuffle)
         limit = settings.total_training_steps
         self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
         self.seed = settings.seed if data.seed is None else data.seed
@@ -93,10 +86,22 @@ class SFTTrainer:
         first, last = settings.profile_interval
         if first > 0 and config.profiler.enable and config.profiler.tool == "nsys":
             check_nsys(is_rank=True)
-        rank_profiler = RankProfiler(config.profiler, "sft", self.collectives.rank)
         steps = list(range(first, last + 1)) if first > 0 and config.profiler.enable else []
-        self.profiler = StepProfiler(steps, True, rank_profiler.call, note, on_written=note_profile(self.root))
+        self.profiler = StepProfiler(steps, True, self.broadcast, note, on_written=note_profile(self.root))
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
+
+    def start_ranks(self, model: HFModelConfig, progress: Progress) -> None:
+        """Start the ranks, which hold `model`; `ranks.close()` ends them."""
+        self.progress, balanced = progress, self.config.trainer.balance_batch
+        self.group = start_ranks(self.config, model, self.total_steps, self.ranks)
+        of_role = lambda name: ShardDispatcher(self.group.for_role(name), balanced, on_sequences=self.count)  # noqa: E731
+        self.trained = of_role("trained")
+        if "ref_logprobs" in self.objective.loss.columns:
+            self.reference = of_role("reference")
+
+    def broadcast(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every rank's `SFTRank`."""
+        return self.group.broadcast(method, *args)
 
     @property
     def complete(self) -> bool:
@@ -109,32 +114,33 @@ class SFTTrainer:
         Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
         """
         self.resume()
-        self.report_unread([key for key in unread_keys(self.config) if not is_read_by_steps(key)])
-        if self.collectives.is_rank_zero:
-            write_run_record(self.root, self.config, self.total_steps)
+        self.report_unread(lambda: [key for key in unread_keys(self.config) if not is_read_by_steps(key)])
+        write_run_record(self.root, self.config, self.total_steps)
         metrics: dict[str, float] = {}
         self.progress.begin(self.total_steps, self.global_step)
-        with Interrupt(self), report_when_ended(self.collectives.rank):
-            while self.global_step < self.total_steps and not self.stop_agreed:
+        with Interrupt(self):
+            while self.global_step < self.total_steps and not self.stop_requested:
                 metrics = self.one_step(self.progress)
             self.profiler.finish()
+            if self.stop_requested and self.first_step <= self.global_step != self.saved_step:
+                self.save()  # the signal came after the step had passed its own save
             self.checkpoints.finish_all()
-        if self.stop_agreed and self.global_step < self.total_steps:
-            folder = step_folder(self.root, self.global_step)
-            raise interrupted(self.stop_agreed, self.global_step, self.total_steps, folder, same_command(self.config))
+        if self.stop_requested and self.global_step < self.total_steps:
+            folder, command = step_folder(self.root, self.global_step), same_command(self.config)
+            raise interrupted(self.stop_requested, self.global_step, self.total_steps, folder, command)
         return metrics
 
     def one_step(self, progress: Progress) -> dict[str, float]:
         """One optimiser step, with validation and a checkpoint when they are due."""
-        timer = StageTimer(get_platform().synchronize, on_enter=progress.stage)
+        is_local = self.group.local_worker is not None
+        timer = StageTimer(get_platform().synchronize if is_local else None, on_enter=progress.stage)
         with self.profiler.recorded(self.global_step + 1, timer), timer("step"):
             batch = self.next_batch()
             with timer("update"):
                 metrics = self.update(batch).values()
-            self.stop_agreed = max(self.collectives.all_gather(self.stop_requested))
             self.global_step += 1
             self.trained_tokens += batch.num_tokens
-            last = self.global_step >= self.total_steps or self.stop_agreed > 0
+            last = self.global_step >= self.total_steps or self.stop_requested > 0
             if self.validation_set and (last or self.is_due(self.test_freq)):
                 with timer("testing"):
                     metrics.update(self.validate(self.validation_set))
@@ -143,25 +149,28 @@ class SFTTrainer:
                     self.save()
         metrics["train/global_tokens"] = float(batch.num_tokens)
         metrics["train/total_tokens(B)"] = self.trained_tokens / 1e9
-        metrics["train/perf/throughput"] = batch.num_tokens / (timer.seconds["update"] * self.collectives.world_size)
+        metrics["train/perf/throughput"] = batch.num_tokens / (timer.seconds["update"] * self.group.layout.world_size)
         metrics.update(self.mfu(batch, timer.seconds["update"]))
         metrics.update(timer.metrics())
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, self.global_step))
         progress.step(self.global_step, metrics)
         self.summary.add(self.global_step, metrics)
         if self.global_step == self.first_step:
-            self.report_unread([key for key in pop_unread_keys(self.config) if key not in self.told_unread])
+            told = self.told_unread
+            self.report_unread(lambda: [key for key in pop_unread_keys(self.config) if key not in told])
         return metrics
 
-    def report_unread(self, keys: list[str]) -> None:
-        """Name the keys that were set but that nothing reads."""
-        self.told_unread = keys
-        for key in keys:
+    def report_unread(self, unread: Callable[[], list[str]]) -> None:
+        """Name the keys that were set but that nothing reads, on any rank."""
+        for reads in self.broadcast("config_keys_read"):
+            add_reads({(where, name) for where, name in reads})
+        self.told_unread = unread()
+        for key in self.told_unread:
             self.note(f"warning: {key} was set, but nothing reads it in this run")
 
     def header_lines(self) -> list[str]:
         """Lines that are known once everything is loaded: devices, rows, steps."""
-        ranks = self.collectives.world_size
+        ranks = self.group.layout.world_size
         held_out = f"{len(self.validation_set):,} held out" if self.validation_set else "no validation"
         return [
             f"device       {get_platform().device_name}, {ranks} rank{'s' if ranks > 1 else ''}",
@@ -172,11 +181,11 @@ class SFTTrainer:
 
     def mfu(self, batch: Batch, seconds: float) -> dict[str, float]:
         """train/mfu: FLOPs of this batch's update over the peak FLOPs of all ranks in the same time."""
-        speed = self.worker.speed()
+        speed = self.trained.speed()
         if speed is None:
             return {}
         needed = speed.counts.update(batch.lengths.tolist(), int(batch["loss_mask"].sum()))
-        return {"train/mfu": speed.mfu(needed, seconds) / self.collectives.world_size}
+        return {"train/mfu": speed.mfu(needed, seconds)}
 
     def next_batch(self) -> Batch:
         """The rows of the next step; the order of an epoch depends on the seed alone."""
@@ -195,51 +204,37 @@ class SFTTrainer:
 
     def update(self, batch: Batch) -> Metrics:
         """One optimiser step on the whole batch."""
-        shard = self.rank_shard(self.objective.prepare(batch))
-        self.count(0, shard[0].num_sequences)
-        local_metrics = self.objective.update(shard)
-        self.worker.advance_schedule()
-        return self.over_groups(local_metrics).with_prefix("train/")
+        batch = self.prepared(batch)
+        self.trained.begin_update(batch.num_sequences)
+        metrics, outputs = self.trained.update(batch, self.micro, 1.0)
+        self.trained.group.broadcast("advance_schedule")
+        return metrics.merge(self.objective.metrics(outputs, batch)).with_prefix("train/")
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch with the columns that the loss reads."""
+        batch = self.objective.prepare(batch)
+        if self.reference is None:
+            return batch
+        return batch.with_columns(
+            ref_logprobs=self.reference.forward(batch, ("logprobs",), self.micro, 1.0)["logprobs"]
+        )
 
     def count(self, done: int, of: int) -> None:
-        """Show how far the stage is: `done` of `of` sequences, and those that the engine's next call computes."""
-
-        def show(inside: int) -> None:
-            self.progress.count(f"{min(done + inside, of):,} of {of:,} sequences")
-
-        show(0)
-        self.worker.engine.on_sequences = show
-
-    def rank_shard(self, batch: Batch) -> tuple[Batch, MicroBatching]:
-        """This rank's shard of a batch, and its micro-batch limits; ranks of one data-parallel group get the same."""
-        if self.layout.dp == 1:
-            return batch, self.micro
-        balanced = self.config.trainer.balance_batch
-        shards = assign_shards(batch, self.layout.dp, self.micro, self.worker.attention_length(), balanced)
-        shard = shards[self.worker.place().data_group]
-        return batch.select(shard.indices), shard.micro
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Which rank sees which shard; all ranks ask for it first at the same time."""
-        return Layout(tuple(self.collectives.all_gather(self.worker.place())))
-
-    def over_groups(self, local_metrics: Metrics) -> Metrics:
-        """The metrics of one rank of each data-parallel group together, on every rank."""
-        metrics, parts = Metrics(), self.collectives.all_gather(local_metrics)
-        for rank in self.layout.output_ranks:
-            metrics.merge(parts[rank])
-        return metrics
+        """Show how many sequences of the stage are computed, given those of a pass."""
+        of = self.to_count or of
+        self.progress.count(f"{min(self.counted + done, of):,} of {of:,} sequences")
 
     def validate(self, rows: Conversations) -> dict[str, float]:
         """`val/loss` and the objective's other metrics over all validation rows."""
-        metrics, done, per_row = Metrics(), 0, self.objective.sequences_per_row
+        metrics, per_row = Metrics(), self.objective.sequences_per_row
+        self.to_count = per_row * len(rows)
         for batch in batches(rows, self.config.data.train_batch_size):
-            shard = self.rank_shard(self.objective.prepare(batch))
-            self.count(done, per_row * len(rows))
-            done += per_row * self.config.data.train_batch_size
-            metrics.merge(self.objective.validate(shard))
-        return self.over_groups(metrics).with_prefix("val/").values()
+            batch = self.prepared(batch)
+            outputs = self.trained.forward(batch, self.objective.loss.outputs, self.micro, 1.0)
+            metrics.merge(self.objective.validate(outputs, batch))
+            self.counted += per_row * self.config.data.train_batch_size
+        self.counted = self.to_count = 0
+        return metrics.with_prefix("val/").values()
 
     def is_due(self, frequency: int | str) -> bool:
         """Every `frequency` steps, or `after_each_epoch`; never for 0 or less."""
@@ -249,7 +244,8 @@ class SFTTrainer:
     def save(self) -> None:
         """Save the engine's files and the trainer's state in global_step_N, or start to."""
         state = {"global_step": self.global_step, "trained_tokens": self.trained_tokens, "data": self.data_state()}
-        self.checkpoints.save(self.global_step, state, {".": self.worker.engine})
+        self.checkpoints.save(self.global_step, state, {".": self.trained})
+        self.saved_step = self.global_step
 
     def data_state(self) -> dict[str, Any]:
         """The settings that determine which rows a step trains on."""
@@ -270,8 +266,7 @@ class SFTTrainer:
         if folder is not None:
             self.restore(folder)
         self.first_step = self.global_step + 1
-        if self.collectives.is_rank_zero:
-            drop_records_after(self.root, self.global_step)
+        drop_records_after(self.root, self.global_step)
         self.tracking.rewind(self.global_step)
         self.summary.add_earlier(metrics_of(self.config))
 
@@ -285,7 +280,7 @@ class SFTTrainer:
                     f"used are unknown; restore it, or start anew from model.path={folder / 'huggingface'} under "
                     "another trainer.experiment_name"
                 )
-        self.worker.engine.load(folder)
+        self.trained.load(folder)
         self.global_step, self.trained_tokens = state["global_step"], state["trained_tokens"]
         self.note(f"resumed from {folder}: step {self.global_step} of {self.total_steps} is done")
         if self.global_step >= self.total_steps:
@@ -307,20 +302,15 @@ def batches(rows: Conversations, size: int) -> Iterator[Batch]:
 def build_sft(
     config: SFTConfig,
     note: Callable[[str], None] = print,
-    collectives: Collectives | None = None,
     progress: Progress | None = None,
     found: Findings | None = None,
 ) -> SFTTrainer:
-    """The trainer with its model, rows and trackers; only rank 0 prints notes.
+    """The trainer with its ranks, rows and trackers.
 
     `found` holds the early findings, if somebody has looked.
     """
-    collectives, progress = collectives or Collectives(), progress or Progress.silent()
-    if not collectives.is_rank_zero:
-        note = ignore_note
-    settings, found = config.trainer, found or early_findings(config)
+    progress, settings, found = progress or Progress.silent(), config.trainer, found or early_findings(config)
     say = lambda line: note(f"warning: {line}")  # noqa: E731
-    seed_generators(settings.seed)
     progress.stage("reading and filtering rows")
     prepared = prepare_sft(config, found)
     found.refuse(say)
@@ -329,19 +319,15 @@ def build_sft(
     for rows in (train, held_out):
         for line in rows.notes if rows else ():
             note(line)
-    trackers = list(settings.logger) if collectives.is_rank_zero else []
+    trackers = list(settings.logger)
     tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config, settings.tracker_errors, say)
-    if collectives.is_rank_zero and settings.prometheus_port is not None:
+    if settings.prometheus_port is not None:
         run = RunInfo(settings.project_name, settings.experiment_name)
         exporter = Exporter(run, settings.prometheus_port, settings.prometheus_address)
         tracking.backends[NAME] = exporter
         note(f"metrics for Prometheus: {exporter.url}")
     answer_ends = describe_ends(config.model, prepared.tokenizer)
-    trainer = SFTTrainer(config, train, held_out, tracking, note, collectives, progress, answer_ends)
+    trainer = SFTTrainer(config, train, held_out, tracking, note, answer_ends)
     progress.stage("loading the model")
-    trainer.worker = trainer.objective.load(prepared.tokenizer, trainer.total_steps)
+    trainer.start_ranks(trainer.objective.model(prepared.tokenizer), progress)
     return trainer
-
-
-def ignore_note(line: str) -> None:
-    """Drops a note, on all ranks but the first."""
