@@ -5,6 +5,7 @@ aggregation is done by the column `loss_weights` (see aggregation.py). Import fr
 built-in ones.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,23 @@ from verl.utils.suggest import did_you_mean
 
 TokenMetrics = dict[str, Tensor]
 PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Batch, ActorConfig], tuple[Tensor, TokenMetrics]]
+Reduction = Callable[[Tensor, Tensor, str], Tensor]  # (losses, mask, loss_agg_mode) -> scalar
 # (mini-batch, config, a uniform random number per token (T,)) -> which tokens are chosen (T,) bool
 TokenChoice = Callable[[Batch, ActorConfig, Tensor], Tensor]
 
 LOG_RATIO_LIMIT = 20.0  # nats; e^20 is far outside every clip range and still finite in float32
+
+
+class ReducingLoss(ABC):
+    """A `PolicyLossFunction` around a function that reduces by itself. Shapes: N rows, W the longest response."""
+
+    @abstractmethod
+    def ignores_weights(self, config: ActorConfig) -> bool:
+        """Whether the gradient is the same without and with importance weights."""
+
+    @abstractmethod
+    def reduced(self, reduce: Reduction, config: ActorConfig, columns: dict[str, Tensor]) -> Tensor:
+        """The scalar of padded `columns` (N, W): log_prob, old, advantages, mask."""
 
 
 def accept_any_config(config: ActorConfig) -> None:
@@ -46,8 +60,7 @@ class PolicyLoss:
 
     def ignores_weights(self, config: ActorConfig) -> bool:
         """Whether a loss that was to multiply by the importance weights itself shows that it does not."""
-        look = getattr(self.function, "ignores_weights", None)
-        return look is not None and look(config)
+        return isinstance(self.function, ReducingLoss) and self.function.ignores_weights(config)
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
@@ -81,8 +94,7 @@ def register_policy_loss(
 
     def add(function: PolicyLossFunction) -> PolicyLossFunction:
         flags = (outputs, choose_tokens, aggregation, multiplies_weights)
-        entry = PolicyLoss(function, per_token, check, columns, *flags)
-        POLICY_LOSSES.register(name)(entry)
+        POLICY_LOSSES.register(name)(PolicyLoss(function, per_token, check, columns, *flags))
         return function
 
     return add

@@ -15,10 +15,10 @@ from transformers import AttentionInterface
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.losses import ActorLoss, PolicyLoss, aggregation_mode, losses_per_token
+from verl.algorithms.policy_loss import ReducingLoss
 from verl.commands.certify import formulas
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
-from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
 from verl.utils.errors import ConfigError
 
 NAIVE_ATTENTION = "verl_naive_attention"
@@ -126,7 +126,7 @@ def aggregate(
 def actor_loss(config: ActorConfig, loss: ActorLoss, scale: float) -> ReferenceLoss:
     """The loss of the policy: the registered policy loss of `loss`, importance weights, entropy bonus and KL term."""
     policy_loss = loss.policy_loss
-    external = policy_loss.function if isinstance(policy_loss.function, PolicyLossAdapter) else None
+    external = policy_loss.function if isinstance(policy_loss.function, ReducingLoss) else None
 
     def reference_loss(outputs: list[TokenColumns], sequences: list[TokenColumns]) -> Tensor:
         masks = [sequence["loss_mask"] for sequence in sequences]
@@ -158,9 +158,9 @@ def single_sequence_policy_loss(
 
 
 def external_policy_loss(
-    adapter: PolicyLossAdapter, logprobs: list[Tensor], sequences: list[TokenColumns], config: ActorConfig, scale: float
+    external: ReducingLoss, logprobs: list[Tensor], sequences: list[TokenColumns], config: ActorConfig, scale: float
 ) -> Tensor:
-    """A loss written for padded tensors, called once on the whole mini-batch; `agg_loss` returns the final value."""
+    """A loss written for padded tensors, called once on the whole mini-batch, so `agg_loss` gives the final value."""
     starts = [
         int(sequence["loss_mask"].nonzero()[0]) if sequence["loss_mask"].any() else len(sequence["tokens"])
         for sequence in sequences
@@ -171,18 +171,12 @@ def external_policy_loss(
 
     old, advantages = (padded([sequence[name] for sequence in sequences]) for name in ("old_logprobs", "advantages"))
     mask = padded([sequence["loss_mask"].long() for sequence in sequences])
-    loss, _ = adapter.call(_WholeBatchAggregation(scale, sequences), config, padded(logprobs), old, advantages, mask)  # type: ignore[arg-type]
-    return loss
 
+    def reduce(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
+        return aggregate(list(losses), sequences, mode, scale, list(mask))
 
-class _WholeBatchAggregation:
-    """Replaces the trainer's capture in `agg_loss`: the batch is the whole mini-batch, so the value is the loss."""
-
-    def __init__(self, scale: float, sequences: list[TokenColumns]):
-        self.scale, self.sequences = scale, sequences
-
-    def record(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
-        return aggregate(list(loss_mat), self.sequences, mode, self.scale, list(loss_mask))
+    columns = {"log_prob": padded(logprobs), "old": old, "advantages": advantages, "mask": mask}
+    return external.reduced(reduce, config, columns)
 
 
 def value_loss(config: CriticConfig, scale: float) -> ReferenceLoss:

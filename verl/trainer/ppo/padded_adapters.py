@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.losses import TokenMetrics
+from verl.algorithms.policy_loss import ReducingLoss, Reduction, TokenMetrics
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.algorithm import PADDED_AGG_MODES
 from verl.config.own_keys import check_types, with_typed_extra, with_value
@@ -227,10 +227,10 @@ class AggLossCapture:
         return sum((c * m for c, m in pairs if c), torch.zeros_like(self.weights))
 
 
-_ACTIVE_CAPTURE: ContextVar[AggLossCapture | None] = ContextVar("capture", default=None)
+_REDUCTION: ContextVar[Reduction | None] = ContextVar("reduction", default=None)  # what agg_loss does in a loss
 
 
-class PolicyLossAdapter:
+class PolicyLossAdapter(ReducingLoss):
     """Runs a padded loss on a packed micro-batch and returns its per-token losses; `extra` as above."""
 
     def __init__(self, name: str, function: PaddedFunction, extra: type | None = None):
@@ -247,11 +247,12 @@ class PolicyLossAdapter:
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
     ) -> tuple[Tensor, TokenMetrics]:
         padded = PaddedView(batch)
+        mask = padded.response_mask
         weights = padded.to_padded(batch["rollout_is_weights"]) if "rollout_is_weights" in batch else None
         capture = AggLossCapture(padded.to_padded(batch.require("loss_weights", "loss_weights")), config.loss_agg_mode)
         log_prob, old_log_prob, adv = (padded.to_padded(column) for column in (logprobs, old_logprobs, advantages))
         with self.explain_errors(), torch.enable_grad():
-            loss, metrics = self.call(capture, config, log_prob, old_log_prob, adv, padded.response_mask, weights)
+            loss, metrics = self.call(capture.record, config, log_prob, old_log_prob, adv, mask, weights)
             coefficients = capture.coefficients(loss, log_prob)
         losses = padded.to_packed(capture.combined_losses(coefficients))
         numbers = {key.removeprefix("actor/"): losses.new_tensor(float(value)) for key, value in metrics.items()}
@@ -259,7 +260,7 @@ class PolicyLossAdapter:
 
     def call(
         self,
-        capture: AggLossCapture,
+        reduce: Reduction,
         config: ActorConfig,
         log_prob: Tensor,
         old: Tensor,
@@ -267,8 +268,8 @@ class PolicyLossAdapter:
         mask: Tensor,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """One call of the outside function, with `agg_loss` captured. All tensors are (N, W)."""
-        token = _ACTIVE_CAPTURE.set(capture)
+        """One call of the outside function, in which `agg_loss` is `reduce`. All tensors are (N, W)."""
+        token = _REDUCTION.set(reduce)
         try:
             result = self.function(
                 old_log_prob=old,
@@ -280,7 +281,7 @@ class PolicyLossAdapter:
                 rollout_is_weights=rollout_is_weights,
             )
         finally:
-            _ACTIVE_CAPTURE.reset(token)
+            _REDUCTION.reset(token)
         if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Mapping):
             seen = [type(p).__name__ for p in result] if isinstance(result, tuple | list) else type(result).__name__
             raise ConfigError(
@@ -288,6 +289,9 @@ class PolicyLossAdapter:
                 "by name ({} for none)"
             )
         return result[0], dict(result[1])
+
+    def reduced(self, reduce: Reduction, config: ActorConfig, columns: dict[str, Tensor]) -> Tensor:
+        return self.call(reduce, config, **columns)[0]
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
@@ -328,7 +332,6 @@ class PolicyLossAdapter:
                 raise ConfigError("the loss of a sequence changes with its micro-batch, or is random")
 
     def ignores_weights(self, config: ActorConfig) -> bool:
-        """Whether the gradient is the same without and with importance weights."""
         plain, weighted = (self.trial_gradient(config, slice(0, 4), [1.0], weight) for weight in (None, 0.5))
         return torch.equal(plain, weighted)
 
@@ -348,7 +351,7 @@ class PolicyLossAdapter:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             weights = None if weight is None else torch.full_like(old, weight)
-            loss, _ = self.call(capture, config, log_prob, old, advantages * mask, mask, weights)
+            loss, _ = self.call(capture.record, config, log_prob, old, advantages * mask, mask, weights)
             coefficients = capture.coefficients(loss, log_prob)
             value = sum(c * leaf.item() for c, leaf in zip(coefficients, capture.leaves, strict=True))
             if abs(value - loss.item()) > 1e-4 * (1 + abs(value)):
@@ -371,9 +374,9 @@ def agg_loss(
 
     Inside a registered loss the trainer's weights apply instead of the last four arguments (see the top of this file).
     """
-    capture = _ACTIVE_CAPTURE.get()
-    if capture is not None:
-        return capture.record(loss_mat, loss_mask, loss_agg_mode)
+    reduce = _REDUCTION.get()
+    if reduce is not None:
+        return reduce(loss_mat, loss_mask, loss_agg_mode)
     matrix = torch.where(loss_mask != 0, loss_mat * loss_mask, 0.0)
     tokens = loss_mask.sum(-1)
     sequences = global_batch_size or (tokens > 0).sum().clamp(min=1)
