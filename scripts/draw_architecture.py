@@ -20,6 +20,7 @@ WIDTH = 1000
 PURPOSES = {  # in a few words, what lives in each room
     "cli": "the console command",
     "experimental": "import paths that others use",
+    "doors": "what other people's code imports",
     "commands": "quickstart, certify, serve, generate, eval, merge, doctor",
     "checks": "can this start? each question asked once",
     "trainer": "the step, the source of its trajectories, resume, metrics, fine-tuning",

@@ -162,7 +162,7 @@ def test_bypass_mode_says_which_keys_it_overrules(run, caplog):
 
 def test_a_padded_loss_that_ignores_the_weights_is_refused_before_the_first_step(folder, monkeypatch):
     from verl.algorithms.losses import POLICY_LOSSES
-    from verl.trainer.ppo import core_algos
+    from verl.doors import core_algos
 
     monkeypatch.setattr(POLICY_LOSSES, "_items", dict(POLICY_LOSSES._items))
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {})

@@ -13,8 +13,8 @@ from verl.algorithms.losses import POLICY_LOSSES, get_policy_loss
 from verl.config import ConfigError, ConfigWarning, load_config
 from verl.config.load import pop_unread_keys
 from verl.data.batch import Batch
+from verl.doors import core_algos
 from verl.runtime.wire import deserialize, serialize
-from verl.trainer.ppo import core_algos
 
 LOSS, LOOP = "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.rollout.agent"
 

@@ -15,7 +15,7 @@ ALLOWED = {
     "verl/config/explain.py": (1, "a table of other defaults, as text"),
     "verl/config/profiler.py": (1, "a word of published configurations, for what any device records"),
     "verl/observe/profiling/tools.py": (1, "the same word"),
-    "verl/utils/device.py": (1, "the shim's constant is_cuda_available"),
+    "verl/doors/device.py": (1, "the door's constant is_cuda_available"),
     "verl/workers/engine/base.py": (3, "the published default and lookup order of the engine registry"),
     "verl/workers/engine/fsdp_engine.py": (1, "the devices the engine registers for"),
 }

@@ -13,7 +13,7 @@ from verl.algorithms.aggregation import loss_weights
 from verl.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from verl.config.algorithm import PADDED_AGG_MODES
 from verl.data.micro_batches import MicroBatching, split_micro_batches
-from verl.trainer.ppo import core_algos
+from verl.doors import core_algos
 from verl.trainer.ppo.core_algos import (
     AdvantageEstimator,
     agg_loss,

@@ -10,7 +10,7 @@ from verl.algorithms import advantages
 from verl.algorithms.advantages import ADVANTAGES, compute_advantages, with_token_rewards
 from verl.config import AlgorithmConfig
 from verl.data.batch import Batch
-from verl.trainer.ppo import core_algos
+from verl.doors import core_algos
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
 from verl.utils.errors import ConfigError
 

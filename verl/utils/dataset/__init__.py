@@ -1,7 +1,6 @@
 """Base classes of a `data.custom_cls`, where published data sets import them."""
 
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.doors.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.import_paths import refuse_missing_names
 
-__all__ = ["RLHFDataset", "collate_fn"]
 __getattr__ = refuse_missing_names(__name__)

@@ -13,15 +13,4 @@ from verl.utils.reward_score import (
     search_r1_like_qa_em,
 )
 
-__all__ = [
-    "default_compute_score",
-    "geo3k",
-    "gsm8k",
-    "math_dapo",
-    "math_reward",
-    "prime_code",
-    "prime_math",
-    "sandbox_fusion",
-    "search_r1_like_qa_em",
-]
 __getattr__ = refuse_missing_names(__name__)

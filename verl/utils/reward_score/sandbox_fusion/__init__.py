@@ -1,5 +1,3 @@
 """Import path for outside code to the scorer of programs, which has them run by a SandboxFusion server."""
 
 from verl.rewards.scorers.code_cases import score_on_server as compute_score
-
-__all__ = ["compute_score"]

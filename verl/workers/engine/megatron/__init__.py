@@ -1,5 +1,3 @@
-"""The Megatron engines, at the import path that published plug-ins use."""
+"""The Megatron engine, at the import path that published plug-ins use."""
 
-from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
-
-__all__ = ["MegatronEngineWithLMHead"]
+from verl.doors.megatron_engine import MegatronEngineWithLMHead
