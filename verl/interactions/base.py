@@ -1,5 +1,3 @@
 """`BaseInteraction`, where published interactions import it."""
 
 from verl.agent.interactions import BaseInteraction
-
-__all__ = ["BaseInteraction"]

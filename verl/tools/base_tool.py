@@ -2,5 +2,3 @@
 
 from verl.agent.tool_schemas import OpenAIFunctionToolSchema
 from verl.agent.tools import BaseTool, ToolResponse
-
-__all__ = ["BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"]

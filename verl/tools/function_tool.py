@@ -1,5 +1,3 @@
 """`@function_tool`, where tool files expect it."""
 
 from verl.agent.tools import FunctionTool, function_tool
-
-__all__ = ["FunctionTool", "function_tool"]

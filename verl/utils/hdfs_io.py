@@ -1,5 +1,3 @@
-"""Import path for outside data scripts to `verl.utils.hadoop`."""
+"""Files in HDFS or on this machine, where published data scripts import their functions."""
 
-from verl.utils.hadoop import HDFS_PREFIX, copy, exists, makedirs
-
-__all__ = ["HDFS_PREFIX", "copy", "exists", "makedirs"]
+from verl.utils.hadoop import *

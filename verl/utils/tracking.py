@@ -3,5 +3,4 @@
 from verl.observe.tracking import Tracking
 from verl.utils.import_paths import refuse_missing_names
 
-__all__ = ["Tracking"]
 __getattr__ = refuse_missing_names(__name__)

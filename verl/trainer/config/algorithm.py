@@ -1,5 +1,3 @@
 """Configuration classes of the algorithm, at their public import path."""
 
-from verl.trainer.config import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
-
-__all__ = ["AlgoConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"]
+from verl.trainer.config import *

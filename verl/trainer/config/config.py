@@ -1,5 +1,3 @@
 """Configuration classes that other sections use, at their public import path."""
 
-from verl.trainer.config import CheckpointConfig
-
-__all__ = ["CheckpointConfig"]
+from verl.trainer.config import *

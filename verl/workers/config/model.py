@@ -1,6 +1,4 @@
 """Configuration classes of models, at their public import path."""
 
-from verl.workers.config import HFModelConfig
+from verl.workers.config import *
 from verl.workers.config import __getattr__ as __getattr__
-
-__all__ = ["HFModelConfig"]

@@ -1,6 +1,4 @@
 """Configuration classes of rewards, at their public import path."""
 
-from verl.workers.config import RewardConfig
+from verl.workers.config import *
 from verl.workers.config import __getattr__ as __getattr__
-
-__all__ = ["RewardConfig"]

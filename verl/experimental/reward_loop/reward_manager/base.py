@@ -3,5 +3,4 @@
 from verl.rewards.manager_class import RewardManagerBase
 from verl.utils.import_paths import refuse_missing_names
 
-__all__ = ["RewardManagerBase"]
 __getattr__ = refuse_missing_names(__name__)

@@ -1,9 +1,3 @@
 """The FSDP engines, at the import path that published plug-ins use."""
 
-from verl.workers.engine.fsdp_engine import (
-    FSDPEngineWithLMHead,
-    FSDPEngineWithValueHead,
-    FSDPNPUEngineWithLMHead,
-)
-
-__all__ = ["FSDPEngineWithLMHead", "FSDPEngineWithValueHead", "FSDPNPUEngineWithLMHead"]
+from verl.workers.engine.fsdp_engine import *

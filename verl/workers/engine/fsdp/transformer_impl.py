@@ -1,5 +1,3 @@
 """The FSDP engines, at the import path that published plug-ins use."""
 
-from verl.workers.engine.fsdp_engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead
-
-__all__ = ["FSDPEngineWithLMHead", "FSDPEngineWithValueHead"]
+from verl.workers.engine.fsdp_engine import *
