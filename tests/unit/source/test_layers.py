@@ -1,11 +1,12 @@
 """Imports point strictly down, rooms of one layer are strangers, and heavy libraries stay in their adapters."""
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.layers import RANK, SHIMS, all_imports, covers, room_of
+from scripts.layers import RANK, SHIMS, all_imports, covers, module_name, room_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,6 +58,24 @@ def test_imports_point_strictly_down():
     assert not violations(ROOT), "\n" + "\n".join(violations(ROOT))
 
 
+def definitions(root: Path) -> list[str]:
+    """What thin modules define, beside the `main` of programs."""
+    paths = [path for path in sorted((root / "verl").rglob("*.py")) if covers(SHIMS, module_name(path, root))]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found = ((path, node) for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    return [f"{p.relative_to(root)} {n.name}" for p, n in found if isinstance(n, kinds) and n.name != "main"]
+
+
+def test_a_thin_module_only_passes_on():
+    assert definitions(ROOT) == []
+
+
+def test_a_definition_in_a_thin_module_is_named(tmp_path):
+    (tmp_path / "verl" / "tools").mkdir(parents=True)
+    (tmp_path / "verl" / "tools" / "x.py").write_text("from verl.doors.y import *\nclass Kind:\n    pass\n")
+    assert definitions(tmp_path) == ["verl/tools/x.py Kind"]
+
+
 def test_every_listed_room_is_there_or_still_to_come():
     files = (p for p in (ROOT / "verl").iterdir() if p.is_dir() or p.suffix == ".py")
     rooms = {p.name.removesuffix(".py") for p in files if p.name[0] != "_" and p.name[0] != "."}
@@ -83,6 +102,7 @@ def test_every_listed_room_is_there_or_still_to_come():
         ("utils/x.py", "import torch", "utils uses the standard library only"),
         ("trainer/x.py", "import ray", "ray belongs in verl.runtime.ray_cluster or verl.runtime.ray_group or"),
         ("trainer/x.py", "from verl.trainer.ppo.core_algos import agg_loss", "a shim is for other people's code"),
+        ("trainer/x.py", "def f():\n    import verl.doors.core_algos", "doors is not below trainer"),
         ("misc/x.py", "import os", "verl.misc.x is in no layer"),
         ("runtime/x.py", "from verl import trainer", "trainer is not below runtime"),
     ],
@@ -101,6 +121,7 @@ def test_a_forbidden_import_is_named_with_file_and_line(tmp_path, file, line, me
         ("models/x.py", "from verl.data.batch import Batch"),
         ("workers/actor.py", "from verl.workers.engine.base import BaseEngine"),
         ("trainer/ppo/core_algos.py", "import verl.experimental"),
+        ("doors/x.py", "from verl.algorithms.losses import f\nfrom verl.trainer.ppo.trainer import g"),
         ("data/x.py", "from verl.data import batch\nfrom . import packing\nfrom verl import __version__"),
         ("runtime/ray_group.py", "def start():\n    import ray"),
     ],
