@@ -39,34 +39,6 @@ from verl.doors.padded_advantages import (
 )
 from verl.utils.errors import RegistryError
 
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "POLICY_LOSS_REGISTRY",
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "FixedKLController",
-    "agg_loss",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "compute_value_loss",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "get_policy_loss_fn",
-    "kl_penalty",
-    "register_adv_est",
-    "register_policy_loss",
-]
-
 ADV_ESTIMATOR_REGISTRY: dict[str, PaddedFunction] = {}
 POLICY_LOSS_REGISTRY: dict[str, PaddedFunction] = {}
 

@@ -19,8 +19,6 @@ from verl.data.batch import Batch
 from verl.doors.padded_adapters import PaddedView
 from verl.utils.errors import ConfigError
 
-__all__ = ["DistillationLossSettings", "register_distillation_loss"]
-
 PaddedDistillation = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 
 

@@ -14,11 +14,6 @@ from verl.observe.profiling.rank_profiler import RankProfiler, slice_of_process
 from verl.observe.timers import StageTimer
 from verl.plugin.platform import get_platform
 
-__all__ = [
-    "DistProfiler", "DistProfilerExtension", "GPUMemoryLogger", "ProfilerConfig", "log_gpu_memory_usage",
-    "mark_annotate", "mark_end_range", "mark_start_range", "marked_timer", "simple_timer",
-]  # fmt: skip
-
 F = TypeVar("F", bound=Callable[..., Any])
 _GIB = 1 << 30
 
