@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput, new_request_id
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 
 
 class FixedLengths(AgentLoopBase):
@@ -10,9 +10,9 @@ class FixedLengths(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
-        length = int(kwargs["extra_info"]["lengths"][self.server_manager.sample_index])
+        length = int(kwargs["extra_info"]["lengths"][self.server_manager.policy.sample])
         answer = await self.server_manager.generate(
-            new_request_id(), prompt_ids=prompt_ids, sampling_params={**sampling_params, "max_tokens": length}
+            "any", prompt_ids=prompt_ids, sampling_params={**sampling_params, "max_tokens": length}
         )
         mask = [1] * len(answer.token_ids)
         return AgentLoopOutput(prompt_ids, answer.token_ids, mask, response_logprobs=answer.log_probs, num_turns=2)

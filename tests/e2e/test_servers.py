@@ -20,7 +20,6 @@ import pytest
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.commands import generate_answers, score_answers
 from verl.commands.generate_answers import run_fingerprint
 from verl.commands.score_answers import majority, pass_at, proportion
@@ -29,6 +28,7 @@ from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
 from verl.data.data_files import FileRows
 from verl.data.prompts import train_prompts
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.models.load import load_tokenizer
 from verl.trainer.ppo.rollout_setup import build_standalone_engine, training_sampling
 from verl.utils.errors import DataError, WorkerError

@@ -82,9 +82,9 @@ class Conversation:
         await end(*[self.instance_id] * (len(inspect.signature(end).parameters) > 0))
 
 
-async def start_conversation(path: str | None, row: dict[str, Any], instance_id: str) -> Conversation | None:
+async def start_conversation(path: str | None, extra_info: dict[str, Any], instance_id: str) -> Conversation | None:
     """The conversation of a row with `interaction_kwargs`; None for another row. DataError for an unknown name."""
-    known, kwargs = load_interactions(path), dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+    known, kwargs = load_interactions(path), dict(extra_info.get("interaction_kwargs") or {})
     if not known or not kwargs:
         return None
     name = str(kwargs.get("name") or next(iter(known)))

@@ -1,34 +1,53 @@
-"""Base class of agent loops: user code that turns one prompt into one conversation with the policy.
+"""Agent loops by name, and the tokens of the conversation that one holds with the policy.
 
-A loop gets token ids only from `server_manager.generate` and the `ct_*` helpers, so sampled token ids are kept
-unchanged and the response mask is exact.
+A loop is a coroutine: it gets what the loops of a run share, the policy and a row, and returns trajectories. Sampled
+token ids, their log-probs and their versions are kept as the policy gave them.
 """
 
-import asyncio
-import functools
-import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.agent.continuous_tokens import Merged, merge_answer, merge_turns
 from verl.agent.incremental_template import IncrementalTemplate
-from verl.agent.llm_server import LLMServerClient, TokenOutput, refuse_media
+from verl.agent.policy import Policy
 from verl.agent.tool_schemas import schema_dict
 from verl.agent.tools import BaseTool
-from verl.data.chat import Message
+from verl.config.run_config import RunConfig
+from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import DataError
 from verl.utils.registry import Registry
+from verl.workers.rollout.base import Completion
+
+
+@dataclass(frozen=True)
+class LoopSetting:
+    """Configuration, tokenizer and tools of the agent loops of a run."""
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase
+    tools: dict[str, BaseTool]  # by name
+
+    def incremental_template(self) -> IncrementalTemplate:
+        """The incremental template for the tools, with the variables of `data.apply_chat_template_kwargs`."""
+        schemas = [schema_dict(tool.tool_schema) for tool in self.tools.values()]
+        kwargs = self.config.data.apply_chat_template_kwargs
+        return IncrementalTemplate(self.tokenizer, schemas, template_kwargs=kwargs)
+
+
+AgentLoop = Callable[[LoopSetting, Policy, PromptRow], Awaitable[list[Trajectory]]]
+AGENT_LOOPS: Registry[AgentLoop] = Registry("agent loop")
+# Makes the loop of a class that a file of loops names, with its arguments; the door of such classes registers it.
+CLASS = "class"
+LOOPS_OF_CLASSES: Registry[Callable[[Any, dict[str, Any]], AgentLoop]] = Registry("form of an agent loop")
 
 
 @dataclass
-class AgentLoopMetrics:
+class LoopTimings:
     """Seconds that a conversation spent per activity."""
 
     generate_sequences: float = 0.0
@@ -37,243 +56,59 @@ class AgentLoopMetrics:
     num_preempted: int = -1
 
 
-@dataclass
-class AgentLoopOutput:
-    """One conversation: the prompt, and everything after it. `response_mask` is 1 on sampled tokens."""
+@dataclass(kw_only=True)
+class Transcript:
+    """A conversation as tokens: the prompt, then answers and the turns of others. `response_mask`: 1 on answers."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    response_logprobs: list[float] | None = None
-    multi_modal_data: dict[str, Any] | None = None
-    reward_score: float | None = None  # set it to skip the reward function
-    num_turns: int = 0
-    metrics: AgentLoopMetrics | dict[str, float] = field(default_factory=AgentLoopMetrics)
-    tool_errors: list[tuple[str, str]] = field(default_factory=list)  # (tool, why) of each call whose tool failed
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-    routed_experts: Any = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)  # nats; 0 on the turns of others
+    token_versions: list[int] = field(default_factory=list)  # the version that sampled each token of the answers
+    answer_versions: list[tuple[int, int]] = field(default_factory=list)  # oldest and newest of each answer
+    stop_reason: str = "stop"  # of the last answer
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, `metrics` as a dictionary."""
-        return asdict(self)
+    def add_answer(self, answer: Completion, start: int = 0, size: int | None = None) -> None:
+        """Append `size` (all) tokens of an answer from `start` on."""
+        part = slice(start, None if size is None else start + size)
+        ids = answer.token_ids[part]
+        self.response_ids += ids
+        self.response_mask += [1] * len(ids)
+        self.response_logprobs += answer.logprobs[part]
+        segments = answer.segments or ((answer.policy_version[1], len(answer.token_ids)),)
+        self.token_versions += [version for version, count in segments for _ in range(count)][part]
+        self.answer_versions.append(answer.policy_version)
+        self.stop_reason = answer.stop_reason
 
-    def to_trajectory(self, group_id: int, row: int, answers: Sequence[TokenOutput], sample: int = -1) -> Trajectory:
-        """This output of conversation `sample`. `answers` (all that the loop got) give the policy versions, and the
-        log-probs where `response_logprobs` is None. DataError where other tokens are marked as sampled, or lengths
-        differ."""
-        refuse_media(image_or_video=any((self.multi_modal_data or {}).values()), image_options=self.mm_processor_kwargs)
-        if self.routed_experts is not None:
-            raise DataError("an agent loop gives routed_experts; routing replay is still to come, leave it None")
-        size = len(self.response_ids)
-        if len(self.response_mask) != size or len(self.response_logprobs or self.response_ids) != size:
+    def add_turns(self, ids: Sequence[int]) -> None:
+        """Append turns of others."""
+        self.response_ids += ids
+        self.response_mask += [0] * len(ids)
+        self.response_logprobs += [0.0] * len(ids)
+
+    def trajectory(self, policy: Policy, row: int, timings: LoopTimings | dict[str, float], **facts: Any) -> Trajectory:
+        """The trajectory of this conversation, with further fields of `Trajectory`; DataError where it is too long."""
+        size, limit = len(self.response_ids), policy.max_sequence_length
+        if len(self.prompt_ids) + size > limit:
             raise DataError(
-                f"an agent loop returned {size} response tokens, {len(self.response_mask)} mask values and "
-                f"{len(self.response_logprobs or [])} log-probs; they must agree"
+                f"prompt_ids and response_ids have {len(self.prompt_ids)} + {size} tokens, more than the {limit} of "
+                "rollout.max_model_len (or prompt_length + response_length); end the loop there, or raise the key"
             )
-        logprobs, used, by_version = sampled_logprobs(self.response_ids, self.response_mask, answers)
-        logprobs = list(self.response_logprobs) if self.response_logprobs else logprobs
         mask = torch.tensor([0] * len(self.prompt_ids) + self.response_mask, dtype=torch.bool)
-        values = torch.tensor([0.0] * len(self.prompt_ids) + logprobs, dtype=torch.float32)
-        versions = [answer.extra_fields[name] for answer in used for name in ("min_global_steps", "max_global_steps")]
-        reason = str(used[-1].stop_reason) if used else "stop"
+        logprobs = torch.tensor([0.0] * len(self.prompt_ids) + self.response_logprobs, dtype=torch.float32)
+        by_version = [(version, len(list(same))) for version, same in groupby(self.token_versions)]
         return Trajectory(
             tokens=torch.tensor([*self.prompt_ids, *self.response_ids], dtype=torch.int64),
             loss_mask=mask,
-            rollout_logprobs=values * mask,
-            group_id=group_id,
-            conversation=sample,
+            rollout_logprobs=logprobs * mask,
+            group_id=policy.group_id,
+            conversation=policy.sample,
             row=row,
-            reward=self.reward_score,
-            policy_version=(min(versions, default=0), max(versions, default=0)),
+            policy_version=(
+                min((oldest for oldest, _ in self.answer_versions), default=0),
+                max((newest for _, newest in self.answer_versions), default=0),
+            ),
             segments=tuple(by_version) if len(by_version) > 1 else (),
-            stop_reason=self.extra_fields.get("stop_reason", "stop" if reason == "completed" else reason),
-            num_turns=self.num_turns,
-            tool_rewards=self.extra_fields.get("tool_rewards"),
-            tool_errors=self.tool_errors,
-            loop_timings=self.metrics if isinstance(self.metrics, dict) else asdict(self.metrics),
-            loop_fields={
-                **{name: value for name, value in self.extra_fields.items() if name not in _FIELDS_WITH_A_PLACE},
-                **self.extra_fields.get("reward_extra_info", {}),
-            },
+            loop_timings=timings if isinstance(timings, dict) else asdict(timings),
+            **{"stop_reason": self.stop_reason, **facts},
         )
-
-
-# of extra_fields: the others become `Trajectory.loop_fields`
-_FIELDS_WITH_A_PLACE = ("reward_extra_info", "tool_rewards", "stop_reason", "min_global_steps", "max_global_steps")
-
-
-def sampled_logprobs(
-    ids: Sequence[int], mask: Sequence[int], answers: Sequence[TokenOutput]
-) -> tuple[list[float], list[TokenOutput], list[tuple[int, int]]]:
-    """Log-probs of the tokens where `mask` is 1 (0 elsewhere), the answers these tokens come from, in order, and their
-    number by version of the weights that sampled them.
-
-    A run of marked tokens must consist of whole answers; the first may lack its beginning, the last its end.
-    """
-    logprobs, used, unused, position = [0.0] * len(ids), [], list(answers), 0
-    versions: list[int] = []  # of each sampled token
-    while position < len(ids):
-        end = next((i for i in range(position, len(ids)) if not mask[i]), len(ids))
-        if end == position:
-            position += 1
-            continue
-        span = list(ids[position:end])
-        match = _match_answer(span, unused, anywhere=position == 0 or not mask[position - 1])
-        if not match.size:
-            raise DataError(
-                f"an agent loop marks response tokens {position} to {end - 1} as sampled, but the policy did not "
-                f"sample them: {span[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again "
-                "gives other ids), and mark everything else with 0 in response_mask "
-                "(docs/extend/own_environment.md)"
-            )
-        answer = unused.pop(match.answer)
-        answer_logprobs = answer.log_probs or [0.0] * len(answer.token_ids)
-        logprobs[position : position + match.size] = answer_logprobs[match.start : match.start + match.size]
-        versions += versions_of(answer)[match.start : match.start + match.size]
-        used.append(answer)
-        position += match.size
-    return logprobs, used, [(version, len(list(same))) for version, same in groupby(versions)]
-
-
-def versions_of(answer: TokenOutput) -> list[int]:
-    """The version that sampled each of its tokens."""
-    segments = answer.segments or ((answer.extra_fields["max_global_steps"], len(answer.token_ids)),)
-    return [version for version, count in segments for _ in range(count)]
-
-
-class _Match(NamedTuple):
-    answer: int  # index of the answer
-    start: int  # offset in it where the span begins
-    size: int  # equal tokens from there; 0: there is no match
-
-
-def _match_answer(span: list[int], answers: Sequence[TokenOutput], anywhere: bool) -> _Match:
-    """Where `span` begins in an answer: at the start of one, or else, with `anywhere`, inside one."""
-
-    def overlap(number: int, start: int = 0) -> int:
-        candidate = answers[number].token_ids[start : start + len(span)]
-        return len(candidate) if candidate == span[: len(candidate)] else 0
-
-    best = max(range(len(answers)), key=overlap, default=-1)  # ties: the first one
-    if best >= 0 and overlap(best):
-        return _Match(best, 0, overlap(best))
-    places = ((n, i) for n, a in enumerate(answers) for i, token in enumerate(a.token_ids) if token == span[0])
-    return next((_Match(n, i, overlap(n, i)) for n, i in places if anywhere and overlap(n, i)), _Match(0, 0, 0))
-
-
-@dataclass(frozen=True)
-class ConfigWrap:
-    """The configuration that a loop gets, as `.config`."""
-
-    config: Any
-
-
-@dataclass(frozen=True)
-class ToolListWrap:
-    """The tools of the run, as `.tools`."""
-
-    tools: list[BaseTool]
-
-
-class AgentLoopBase(ABC):
-    """Base class of agent loops. Every sample gets a new instance; `run` gets the row's columns by name."""
-
-    def __init__(
-        self,
-        trainer_config: ConfigWrap,
-        server_manager: LLMServerClient,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: Any = None,
-        dataset_cls: Any = None,
-        data_config: ConfigWrap | None = None,
-        hf_model_type: str | None = None,
-        tools: ToolListWrap | None = None,
-        **kwargs: Any,
-    ):
-        self.config, self.data_config = trainer_config.config, data_config.config if data_config else None
-        self.rollout_config = self.config.actor_rollout_ref.rollout
-        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
-        self.tools = {tool.name: tool for tool in (tools.tools if tools else [])}
-        self.incremental_template = make_incremental_template(self.config, tokenizer, list(self.tools.values()))
-
-    @functools.cached_property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The running event loop, whose `run_in_executor` takes what blocks."""
-        return asyncio.get_running_loop()
-
-    @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> "AgentLoopOutput | list[AgentLoopOutput]":
-        """The conversation. kwargs: raw_prompt, index, tools_kwargs, extra_info and every other column of the row."""
-
-    async def process_multi_modal_info(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Images, videos and audio of the messages by kind: none so far. DataError where a message has some."""
-        for message in messages:
-            parts = message.get("content")
-            for part in parts if isinstance(parts, list) else []:
-                kind = str(part.get("type", "text")) if isinstance(part, Mapping) else "text"
-                refuse_media(**{kind: part})
-        return {}
-
-    async def ct_build_initial_tokens(
-        self, messages: Sequence[Message], tools: Any = None, images: Any = None, videos: Any = None, audios: Any = None
-    ) -> list[int]:
-        """Token ids of the initial messages, then the generation prompt. `tools`: schemas instead of the run's."""
-        refuse_media(images=images, videos=videos, audios=audios)
-        self._replace_tools(tools)
-        return self.incremental_template.initial_tokens(messages)
-
-    async def ct_merge_assistant_token(
-        self,
-        runtime_token_ids: Sequence[int],
-        assistant_token_ids: Sequence[int],
-        response_mask: Sequence[int],
-        response_logprobs: Sequence[float] | None = None,
-        assistant_logprobs: Sequence[float] | None = None,
-    ) -> Merged:
-        """(merge result, mask, log-probs) of the conversation with an answer appended, unchanged."""
-        return merge_answer(
-            runtime_token_ids, assistant_token_ids, response_mask, response_logprobs, assistant_logprobs
-        )
-
-    async def ct_merge_non_assistant_msg(
-        self,
-        previous_messages: Sequence[Message],
-        updated_messages: Sequence[Message],
-        runtime_token_ids: Sequence[int],
-        response_mask: Sequence[int],
-        response_logprobs: Sequence[float] | None = None,
-        tools: Any = None,
-        **media: Any,
-    ) -> Merged:
-        """(merge result, mask, log-probs) of the conversation with the turns that `updated_messages` has more than
-        `previous_messages`, then the generation prompt."""
-        refuse_media(**media)
-        self._replace_tools(tools)
-        template = self.incremental_template
-        return merge_turns(
-            template, previous_messages, updated_messages, runtime_token_ids, response_mask, response_logprobs
-        )
-
-    def _replace_tools(self, tools: Any) -> None:
-        if tools is not None:
-            kwargs = self.incremental_template.template_kwargs
-            schemas = [schema_dict(tool) for tool in tools]
-            self.incremental_template = IncrementalTemplate(self.tokenizer, schemas, template_kwargs=kwargs)
-
-
-AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
-register = AGENT_LOOPS.register
-
-
-def make_incremental_template(
-    config: Any, tokenizer: PreTrainedTokenizerBase, tools: Sequence[BaseTool]
-) -> IncrementalTemplate:
-    """The incremental template for `tools`, with the template variables of `data.apply_chat_template_kwargs`."""
-    schemas = [schema_dict(tool.tool_schema) for tool in tools]
-    return IncrementalTemplate(tokenizer, schemas, template_kwargs=config.data.apply_chat_template_kwargs)
-
-
-def new_request_id() -> str:
-    """A unique id for a conversation."""
-    return uuid.uuid4().hex

@@ -1,18 +1,25 @@
 """`tool_agent`: sample an answer, run its tool calls, append their results, and repeat."""
 
 import asyncio
+import copy
 import time
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from verl.agent.interactions import Conversation, start_conversation
-from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, new_request_id, register
+from verl.agent.loop import AGENT_LOOPS, LoopSetting, LoopTimings, Transcript
+from verl.agent.policy import Policy
 from verl.agent.tool_parsers import FunctionCall, ToolParser
 from verl.agent.tool_schemas import schema_dict
 from verl.agent.tools import call_tool, truncate_text
 from verl.data.chat import Message, with_answer
+from verl.data.prompts import PromptRow
+from verl.data.trajectory import Trajectory
 from verl.utils.errors import DataError
+from verl.workers.rollout.base import Completion, SamplingParams
 
 
 class AgentState(Enum):
@@ -26,70 +33,68 @@ class AgentState(Enum):
 
 
 @dataclass
-class AgentData:
+class AgentData(Transcript):
     """A running conversation; tools get it as `agent_data`."""
 
     messages: list[Message]
     tools_kwargs: dict[str, Any]
-    prompt_ids: list[int] = field(default_factory=list)
-    request_id: str = field(default_factory=new_request_id)
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    response_logprobs: list[float] = field(default_factory=list)
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     assistant_turns: int = 0
     user_turns: int = 0
     tool_rewards: list[float] = field(default_factory=list)
     tool_errors: list[tuple[str, str]] = field(default_factory=list)  # (tool, why) of each call whose tool failed
-    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
-    stop_reason: str = "stop"
+    metrics: LoopTimings = field(default_factory=LoopTimings)
     state: AgentState = AgentState.PENDING
     tool_calls: list[FunctionCall] = field(default_factory=list)
     interaction: Conversation | None = None
     is_over: bool = False  # a limit is reached, or the last answer is not complete
 
+    @property
+    def num_turns(self) -> int:
+        return 1 + self.assistant_turns + self.user_turns
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The facts that reward functions and logs get."""
+        return {} if self.interaction is None else {"turn_scores": self.interaction.scores}
+
 
 TOOL_AGENT = "tool_agent"
 
 
-@register(TOOL_AGENT)
-class ToolAgentLoop(AgentLoopBase):
-    """Ends when an answer calls no tool and no interaction replies, or at response_length, max_assistant_turns or
-    max_user_turns."""
+class ToolAgent:
+    """Conversations that end when an answer calls no tool and no interaction replies, or at response_length,
+    max_assistant_turns or max_user_turns."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, setting: LoopSetting, generate: Callable[[list[int], SamplingParams], Awaitable[Completion]]):
+        self.generate, self.tokenizer, self.tools = generate, setting.tokenizer, setting.tools
+        self.rollout_config = setting.config.actor_rollout_ref.rollout
         self.settings = self.rollout_config.multi_turn
+        self.incremental_template = setting.incremental_template()
         self.parser = ToolParser.get_tool_parser(self.settings.format, self.tokenizer)
         self.schemas = [schema_dict(tool.tool_schema) for tool in self.tools.values()]
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        data = AgentData(list(kwargs["raw_prompt"]), dict(kwargs.get("tools_kwargs") or {}))
-        data.interaction = await start_conversation(self.settings.interaction_config_path, kwargs, data.request_id)
+    async def conversation(
+        self, messages: list[Message], extra_info: dict[str, Any], row: Any, sampling: SamplingParams
+    ) -> AgentData:
+        """The whole conversation that begins with `messages`."""
+        data = AgentData(list(messages), dict(extra_info.get("tools_kwargs") or {}))
+        data.interaction = await start_conversation(self.settings.interaction_config_path, extra_info, data.request_id)
         try:
-            await self.converse(data, sampling_params, kwargs.get("index"))
+            await self.converse(data, sampling, row)
         finally:
             if data.interaction is not None:
                 await data.interaction.close()
-        scores = {} if data.interaction is None else {"turn_scores": data.interaction.scores}
-        return AgentLoopOutput(
-            prompt_ids=data.prompt_ids,
-            response_ids=data.response_ids,
-            response_mask=data.response_mask,
-            response_logprobs=data.response_logprobs,
-            num_turns=1 + data.assistant_turns + data.user_turns,
-            metrics=data.metrics,
-            tool_errors=data.tool_errors,
-            extra_fields={"tool_rewards": data.tool_rewards, "stop_reason": data.stop_reason, **scores},
-        )
+        return data
 
-    async def converse(self, data: AgentData, sampling_params: dict[str, Any], row: Any) -> None:
+    async def converse(self, data: AgentData, sampling: SamplingParams, row: Any) -> None:
         """Take turns until nothing follows."""
         while data.state is not AgentState.TERMINATED:
             if data.state is AgentState.PENDING:
                 self.build_prompt(data, row)
                 data.state = AgentState.GENERATING
             elif data.state is AgentState.GENERATING:
-                data.tool_calls = await self.generate_turn(data, sampling_params)
+                data.tool_calls = await self.generate_turn(data, sampling)
                 waits = data.interaction is not None and not data.is_over
                 without_calls = AgentState.INTERACTING if waits else AgentState.TERMINATED
                 data.state = AgentState.PROCESSING_TOOLS if data.tool_calls else without_calls
@@ -112,37 +117,28 @@ class ToolAgentLoop(AgentLoopBase):
         """Number of tokens that still fit into response_length."""
         return int(self.rollout_config.response_length) - len(data.response_ids)
 
-    async def generate_turn(self, data: AgentData, sampling_params: dict[str, Any]) -> list[FunctionCall]:
+    async def generate_turn(self, data: AgentData, sampling: SamplingParams) -> list[FunctionCall]:
         """Sample one turn of the policy; returns its tool calls, or none when the conversation is over."""
         start_time = time.perf_counter()
         prompt_ids = [*data.prompt_ids, *data.response_ids]
-        output = await self.server_manager.generate(
-            data.request_id,
-            prompt_ids=prompt_ids,
-            sampling_params={
-                **sampling_params,
-                "max_tokens": self.remaining_tokens(data),
-                "stop_token_ids": self.parser.stop_token_ids,
-            },
-        )
+        stop_token_ids = (*sampling.stop_token_ids, *self.parser.stop_token_ids)
+        limited = replace(sampling, max_tokens=self.remaining_tokens(data), stop_token_ids=stop_token_ids)
+        answer = await self.generate(prompt_ids, limited)
         data.metrics.generate_sequences += time.perf_counter() - start_time
-        data.response_ids += output.token_ids
-        data.response_mask += [1] * len(output.token_ids)
-        data.response_logprobs += output.log_probs or [0.0] * len(output.token_ids)
+        data.add_answer(answer)
         data.assistant_turns += 1
-        data.stop_reason = "stop" if output.stop_reason == "completed" else str(output.stop_reason)
         max_assistant_turns, max_user_turns = self.settings.max_assistant_turns, self.settings.max_user_turns
         data.is_over = bool(
-            output.stop_reason != "completed"
+            answer.stop_reason != "stop"
             or self.remaining_tokens(data) <= 0
             or (max_assistant_turns and data.assistant_turns >= max_assistant_turns)
             or (max_user_turns is not None and data.user_turns >= max_user_turns)
         )
         if data.is_over:
             return []
-        answer_ids = [*self.parser.begun_ids(data.messages, prompt_ids), *output.token_ids]
+        answer_ids = [*self.parser.begun_ids(data.messages, prompt_ids), *answer.token_ids]
         if data.interaction is not None:
-            text = str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
+            text = str(self.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
             data.messages = with_answer(data.messages, text)
         _, calls = await self.parser.extract_tool_calls(self.parser.spoken_ids(answer_ids), self.schemas)
         return calls[: self.settings.max_parallel_calls]
@@ -181,12 +177,20 @@ class ToolAgentLoop(AgentLoopBase):
         if len(new_ids) >= self.remaining_tokens(data):
             data.stop_reason = "length"
             return False
-        data.response_ids += new_ids
-        data.response_mask += [0] * len(new_ids)
-        data.response_logprobs += [0.0] * len(new_ids)
+        data.add_turns(new_ids)
         data.user_turns += 1
         return True
 
     @staticmethod
     def _create_kwargs(data: AgentData, name: str) -> dict[str, Any]:
         return dict((data.tools_kwargs.get(name) or {}).get("create_kwargs") or {})
+
+
+@AGENT_LOOPS.register(TOOL_AGENT)
+async def tool_agent(setting: LoopSetting, policy: Policy, row: PromptRow) -> list[Trajectory]:
+    """The trajectory of one conversation with the tools."""
+    messages, extra_info = copy.deepcopy((row.messages, row.extra_info))  # tools of others may change them
+    agent = ToolAgent(setting, policy.generate)
+    data = await agent.conversation(messages, extra_info, row.index, policy.sampling)
+    facts = {"tool_rewards": data.tool_rewards, "tool_errors": data.tool_errors, "loop_fields": data.told}
+    return [data.trajectory(policy, row.index, data.metrics, num_turns=data.num_turns, **facts)]

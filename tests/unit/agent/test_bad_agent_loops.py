@@ -14,9 +14,9 @@ import torch
 
 from tests.agent_cases import ScriptedEngine, run_conversations
 from verl.agent.agent_runner import AgentRunner
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.agent.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, call_tool
 from verl.config import load_config
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.utils.errors import DataError, WorkerError
 
 NAN, INF = float("nan"), float("inf")

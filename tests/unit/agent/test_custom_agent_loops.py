@@ -10,23 +10,17 @@ import pytest
 from tests.agent_cases import ScriptedEngine, make_agent_runner, row, run_conversations, tool_call_text
 from tests.rollout_adapters import letters_tokenizer
 from verl.agent.agent_runner import AgentRunner
-from verl.agent.llm_server import LLMServerClient, TokenOutput
-from verl.agent.loop import (
-    AgentLoopBase,
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    ConfigWrap,
-    ToolListWrap,
-    make_incremental_template,
-    sampled_logprobs,
-)
+from verl.agent.policy import Policy
 from verl.config import load_config
 from verl.data.prompts import load_prompts
+from verl.doors.agent_loop import ConfigWrap
+from verl.doors.loop_outputs import read_outputs, sampled_transcript
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, LLMServerClient, TokenOutput, ToolListWrap
 from verl.rewards.base import Score
 from verl.trainer.ppo.sources.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.sources.trajectory_source import RolloutCollector
 from verl.utils.errors import ConfigError, DataError
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import Completion, SamplingParams
 
 
 class Asking(AgentLoopBase):
@@ -109,7 +103,7 @@ def test_what_the_policy_did_not_sample_cannot_be_marked_as_sampled(tokenizer: A
 
 def test_a_loop_may_show_tools_of_its_own_but_no_pictures(tokenizer: Any, tool_file: Path):
     made = make_agent_runner(tokenizer, tool_file)
-    client = LLMServerClient(ScriptedEngine(tokenizer, []), SamplingParams(), 99, 0, 0)
+    client = LLMServerClient(Policy(ScriptedEngine(tokenizer, []), SamplingParams(), 99, 0, 0))
     loop = Asking(ConfigWrap(made.config), client, tokenizer, tools=ToolListWrap(list(made.tools.values())))
     messages = [{"role": "user", "content": "hi"}]
     assert '"name": "add"' in tokenizer.decode(asyncio.run(loop.ct_build_initial_tokens(messages)))
@@ -125,37 +119,34 @@ def test_a_loop_may_show_tools_of_its_own_but_no_pictures(tokenizer: Any, tool_f
             refused()
 
 
-def test_equal_answers_keep_the_logprobs_of_their_turns():
-    def answered(logprob: float) -> TokenOutput:
-        return TokenOutput([5, 6], [logprob] * 2, extra_fields={"max_global_steps": 3})
+def answered(token_ids: list[int], *segments: tuple[int, int], logprob: float = -1.0) -> Completion:
+    versions = (segments[0][0], segments[-1][0])
+    logprobs = [logprob] * len(token_ids)
+    return Completion(token_ids, logprobs, "stop", versions, segments=segments if segments[1:] else ())
 
-    values, used, by_version = sampled_logprobs([5, 6, 9, 5, 6], [1, 1, 0, 1, 1], [answered(-1.0), answered(-2.0)])
-    assert values == [-1.0, -1.0, 0.0, -2.0, -2.0] and len(used) == 2 and by_version == [(3, 4)]
+
+def test_equal_answers_keep_the_logprobs_of_their_turns():
+    answers = [answered([5, 6], (3, 2), logprob=-1.0), answered([5, 6], (3, 2), logprob=-2.0)]
+    found = sampled_transcript([1], [5, 6, 9, 5, 6], [1, 1, 0, 1, 1], answers)
+    assert found.response_logprobs == [-1.0, -1.0, 0.0, -2.0, -2.0] and found.response_mask == [1, 1, 0, 1, 1]
+    assert found.token_versions == [3] * 4 and len(found.answer_versions) == 2
 
 
 def test_a_conversation_says_which_version_sampled_each_of_its_tokens():
     """The first answer spans versions 1 and 2 and is cut at both ends; the others are of version 2 and of version 4."""
-
-    def answered(token_ids: list[int], *segments: tuple[int, int]) -> TokenOutput:
-        fields = {"min_global_steps": segments[0][0], "max_global_steps": segments[-1][0]}
-        return TokenOutput(
-            token_ids, [-1.0] * len(token_ids), extra_fields=fields, segments=segments if segments[1:] else ()
-        )
-
-    answers = [answered([1, 2, 3, 4, 5], (1, 3), (2, 2)), answered([6, 7], (2, 2)), answered([8], (4, 1))]
-    output = AgentLoopOutput(
-        prompt_ids=[9], response_ids=[2, 3, 4, 9, 6, 7, 9, 9, 8], response_mask=[1, 1, 1, 0, 1, 1, 0, 0, 1],
-        metrics=AgentLoopMetrics(),
-    )  # fmt: skip
-    trajectory = output.to_trajectory(0, 0, answers)
+    server = LLMServerClient(Policy(None, SamplingParams(), 99, 0, 0))
+    server.answers = [answered([1, 2, 3, 4, 5], (1, 3), (2, 2)), answered([6, 7], (2, 2)), answered([8], (4, 1))]
+    output = AgentLoopOutput([9], [2, 3, 4, 9, 6, 7, 9, 9, 8], [1, 1, 1, 0, 1, 1, 0, 0, 1])
+    [trajectory] = read_outputs(output, server, 0)
     assert trajectory.segments == ((1, 2), (2, 3), (4, 1)) and trajectory.policy_version == (1, 4)
-    same = AgentLoopOutput(prompt_ids=[9], response_ids=[6, 7], response_mask=[1, 1], metrics=AgentLoopMetrics())
-    assert same.to_trajectory(0, 0, answers[1:]).segments == ()
+    server.answers = server.answers[1:]
+    [same] = read_outputs(AgentLoopOutput([9], [6, 7], [1, 1]), server, 0)
+    assert same.segments == ()
 
 
 def test_a_loop_may_stop_at_texts_but_not_ask_for_what_engines_do_not_know(tokenizer: Any):
     engine = ScriptedEngine(tokenizer, ["a<|im_end|>"] * 4)
-    client = LLMServerClient(engine, SamplingParams(max_tokens=50, stop=("x",)), 60, 0, 0)
+    client = LLMServerClient(Policy(engine, SamplingParams(max_tokens=50, stop=("x",)), 60, 0, 0))
 
     def asked(prompt: int, **params: Any) -> TokenOutput:
         return asyncio.run(client.generate("r", prompt_ids=[1] * prompt, sampling_params=params))
@@ -225,9 +216,7 @@ def test_descriptions_of_tools_count_where_prompts_are_too_long(tokenizer: Any, 
     lines = [{**line, "agent_name": "single_turn_agent"}, line]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     made = make_agent_runner(tokenizer, tool_file, "data.max_prompt_length=100")
-    ids = make_incremental_template(made.config, tokenizer, list(made.tools.values())).initial_tokens(
-        [{"role": "user", "content": "2+3="}]
-    )
+    ids = made.setting.incremental_template().initial_tokens([{"role": "user", "content": "2+3="}])
     with pytest.raises(DataError, match=rf"1 of 2 prompts are longer .*line 2 with {len(ids)}, "):
         load_prompts(
             str(tmp_path / "rows.jsonl"), made.config.data, tokenizer, extra_prompt_tokens=made.tool_prompt_tokens

@@ -10,9 +10,12 @@ import pytest
 from transformers.utils import get_json_schema
 
 from tests.agent_cases import ScriptedEngine, make_agent_runner, run_conversations, tool_call_text
-from verl.agent.continuous_tokens import merge_answer, merge_turns
 from verl.agent.incremental_template import IncrementalTemplate
+from verl.agent.policy import Policy
 from verl.agent.tools import call_tool, load_tools
+from verl.doors.continuous_tokens import merge_answer, merge_turns
+from verl.doors.llm_server import LLMServerClient
+from verl.doors.loop_outputs import read_outputs
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.experimental.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -29,6 +32,7 @@ from verl.tools.schemas import (
 )
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.rollout_trace import rollout_trace_attr, rollout_trace_op
+from verl.workers.rollout.base import SamplingParams
 
 
 @register("published_loop")
@@ -128,10 +132,12 @@ def test_a_merge_that_cannot_be_aligned_is_refused(tokenizer: Any, merge: Any, s
 
 
 def test_pictures_and_routes_of_a_loop_are_refused_rather_than_dropped():
+    server = LLMServerClient(Policy(None, SamplingParams(), 99, 0, 0))
     for field, says in (({"multi_modal_data": {"images": [b"x"]}}, "only text"), ({"routed_experts": [1]}, "routing")):
         with pytest.raises(DataError, match=says):
-            AgentLoopOutput([1], [2], [0], **field).to_trajectory(0, 0, [])
-    assert AgentLoopOutput([1], [2], [0], multi_modal_data={"images": None}).to_trajectory(0, 0, []).num_sampled == 0
+            read_outputs(AgentLoopOutput([1], [2], [0], **field), server, 0)
+    [t] = read_outputs(AgentLoopOutput([1], [2], [0], multi_modal_data={"images": None}), server, 0)
+    assert t.num_sampled == 0
 
 
 class Counted(ToolAgentLoop):

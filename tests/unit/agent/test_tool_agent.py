@@ -9,16 +9,12 @@ import pytest
 from tests.agent_cases import TOOLS, ScriptedEngine, make_agent_runner, run_conversations, tool_call_text
 from verl.agent.agent_runner import AgentRunner
 from verl.agent.incremental_template import IncrementalTemplate
-from verl.agent.loop import (
-    AGENT_LOOPS,
-    AgentLoopBase,
-    AgentLoopOutput,
-    register,
-)
+from verl.agent.loop import AGENT_LOOPS
 from verl.agent.tools import call_tool, load_tools, truncate_text
 from verl.config import load_config
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.trainer.ppo.batch_metrics import turn_metrics
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError
 
 
 def test_a_conversation_keeps_sampled_ids_and_masks_only_them(tokenizer: Any, tool_file: Path):
@@ -155,11 +151,6 @@ def test_rows_choose_their_loop_and_loops_may_score_themselves(tokenizer: Any, t
     assert [t.reward for t in ts] == [2.5] * 3 and len({r.request_id for r in engine.requests}) == 3
     with pytest.raises(ConfigError, match=r"unknown agent loop 'tool_agnt'.*tool_agent"):
         run_conversations(make_agent_runner(tokenizer, tool_file), engine, agent_name="tool_agnt")
-
-
-def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(DataError, match="2 response tokens, 1 mask values"):
-        AgentLoopOutput([1], [2, 3], [1]).to_trajectory(0, 0, [])
 
 
 def test_sixty_four_conversations_run_at_once(tokenizer: Any, tool_file: Path):

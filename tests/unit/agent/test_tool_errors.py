@@ -167,7 +167,7 @@ def test_a_wrong_tool_file_says_what_is_wrong(tmp_path: Path, text: str, says: s
         ("- {name: x, _target_: Mine}", r"_target_='Mine' must be the dotted path of an agent loop"),
         ("- {name: x, _target_: no_such_module.Mine}", r"there is no module 'no_such_module'"),
         ("- {name: x, _target_: pathlib.Path}", r"_target_='pathlib.Path' must be the dotted path of an agent loop"),
-        ("- {name: x, _target_: verl.agent.tool_agent.ToolAgentLoop}\n" * 2, r"two loops are called 'x'"),
+        ("- {name: x, _target_: verl.experimental.agent_loop.ToolAgentLoop}\n" * 2, r"two loops are called 'x'"),
     ],
 )
 def test_a_wrong_file_of_loops_says_what_is_wrong(tmp_path: Path, text: str, says: str):

@@ -13,8 +13,8 @@ import pytest
 from tests.agent_cases import ScriptedEngine, make_agent_runner, row, tool_call_text
 from tests.otlp_receiver import Receiver, attributes, receiving
 from verl.agent.agent_runner import AgentRunner
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput, register
 from verl.data.trajectory import FIRST_VALIDATION_GROUP
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.observe.tracing import writer as writer_module
 from verl.observe.tracing.backends import TRACE_BACKENDS
 from verl.observe.tracing.recorder import TraceRecorder

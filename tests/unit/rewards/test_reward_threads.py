@@ -1,17 +1,19 @@
 """What a reward function gets of an agent loop."""
 
 from tests.unit.rewards.test_function_reward import score, wrap
-from verl.agent.llm_server import TokenOutput
-from verl.agent.loop import AgentLoopOutput
+from verl.agent.policy import Policy
 from verl.data.prompts import PromptRow
+from verl.doors.loop_outputs import read_outputs
+from verl.experimental.agent_loop import AgentLoopOutput, LLMServerClient
 from verl.rewards.base import RewardInput
-
-VERSIONS = {"min_global_steps": 0, "max_global_steps": 0}
+from verl.workers.rollout.base import Completion, SamplingParams
 
 
 def test_the_function_gets_what_an_agent_loop_scored():
     output = AgentLoopOutput([1], [2], [1], [-0.5], extra_fields={"reward_scores": {"user": 0.75}})
-    trajectory = output.to_trajectory(0, 0, [TokenOutput([2], [-0.5], "completed", extra_fields=VERSIONS)])
+    server = LLMServerClient(Policy(None, SamplingParams(), 9, 0, 0))
+    server.answers.append(Completion([2], [-0.5], "stop", (0, 0)))
+    [trajectory] = read_outputs(output, server, 0)
     row = PromptRow(0, "row 1", [], "", [1], False, "toy", "7", {"index": 0})
     seen = []
     score(wrap(lambda **kwargs: seen.append(kwargs) or 1.0), RewardInput.from_row(row, "x", trajectory))

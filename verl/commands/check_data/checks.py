@@ -185,7 +185,7 @@ def _tool_tokens(runner: AgentRunner | None, name: str | None) -> int:
 
 def _loop_error(runner: AgentRunner, name: str | None) -> str:
     try:
-        runner.loop_factory(runner.loop_name(name))
+        runner.loop(runner.loop_name(name))
     except ConfigError as error:
         return str(error)
     return ""

@@ -1,5 +1,3 @@
 """The built-in single turn as a class, where published loops derive from it."""
 
-from verl.agent.single_turn import SingleTurnAgentLoop
-
-__all__ = ["SingleTurnAgentLoop"]
+from verl.doors.agent_loop import SingleTurnAgentLoop
