@@ -1,4 +1,4 @@
-"""Schemas and calls of tools in OpenAI's form, as objects that are built from dictionaries and dumped to them.
+"""Schemas of tools in OpenAI's form, as objects that are built from dictionaries and dumped to them.
 
 They offer what published tools use of pydantic models (`model_validate`, `model_dump`, attributes). Keys beyond the
 named ones (`items`, `anyOf`, `default` of a property, ...) are kept, so a model is shown the whole schema.
@@ -124,48 +124,6 @@ class OpenAIFunctionToolSchema(SchemaModel):
             return raw
         _check_tool(raw)
         return cls(**raw)
-
-
-class OpenAIFunctionParsedSchema(SchemaModel):
-    """A call as the policy wrote it: `arguments` is text."""
-
-    fields = ("name", "arguments")
-    name: str
-    arguments: str
-
-
-class OpenAIFunctionCallSchema(SchemaModel):
-    """A call whose arguments have been read."""
-
-    fields = ("name", "arguments")
-    name: str
-    arguments: dict[str, Any]
-
-    @staticmethod
-    def from_openai_function_parsed_schema(
-        parsed_schema: OpenAIFunctionParsedSchema,
-    ) -> "tuple[OpenAIFunctionCallSchema, bool]":
-        """The call, and whether its arguments could not be read as a JSON object (they are {} then)."""
-        try:
-            arguments = json.loads(parsed_schema.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        failed = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if failed else arguments), failed
-
-
-class OpenAIFunctionToolCall(SchemaModel):
-    """A call with its id."""
-
-    fields = ("id", "type", "function")
-    defaults: ClassVar[dict[str, Any]] = {"type": "function"}
-    id: str
-    type: str
-    function: OpenAIFunctionParsedSchema
-
-    def __init__(self, **given: Any):
-        super().__init__(**given)
-        self.function = OpenAIFunctionParsedSchema.model_validate(self.function)
 
 
 def schema_dict(tool: Any) -> dict[str, Any]:

@@ -2,3 +2,4 @@
 
 from verl.agent.tool_schemas import *
 from verl.agent.tools import ToolResponse
+from verl.doors.tool_calls import *
