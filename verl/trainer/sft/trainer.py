@@ -82,7 +82,7 @@ class SFTTrainer:
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, folder_of_copies(settings))
-        self.progress, self.summary = progress or Progress.silent(), RunSummary()
+        self.progress, self.summary = Progress.silent(), RunSummary()
         first, last = settings.profile_interval
         if first > 0 and config.profiler.enable and config.profiler.tool == "nsys":
             check_nsys(is_rank=True)
