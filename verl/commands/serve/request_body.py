@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from verl.agent.tool_parsers import ToolParser
 from verl.agent.tools import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.base import JSON_FORMATS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from verl.workers.rollout.base import JSON_FORMATS
+from verl.workers.rollout.request_limits import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 MAX_ANSWERS = 1024  # answers to one request
 MAX_BIASES = 1024  # tokens in the logit_bias of one request

@@ -31,7 +31,8 @@ from verl.commands.serve.request_body import (
 )
 from verl.commands.serve.responses import ResponseWriter, as_chat, read_response_request
 from verl.utils.errors import VerlError, WorkerError
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.request_limits import check_request
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from verl.workers.rollout.base import (
     CopyingEngine,
     GenerationRequest,
     StaleWeightsError,
-    check_request,
     response_schema,
     rollout_dtype,
 )
@@ -38,6 +37,7 @@ from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.remote.http_client import HTTPClient
 from verl.workers.rollout.remote.http_server import HOST, HTTPServerProcess, free_port
 from verl.workers.rollout.remote.profiles import ProfiledServer, profile_folder
+from verl.workers.rollout.request_limits import check_request
 
 RESERVED_ARGUMENTS = ("model_path", "host", "port")
 

@@ -18,12 +18,12 @@ from verl.workers.rollout.base import (
     GenerationRequest,
     RolloutEngine,
     SamplingParams,
-    check_request,
     response_schema,
 )
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.registry import why_not_trained
 from verl.workers.rollout.remote.http_client import HTTPClient
+from verl.workers.rollout.request_limits import check_request
 
 _ABORTED_TASKS: "list[asyncio.Task[Completion]]" = []  # marks a request aborted before it was sent
 _REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length", "stop": "stop"}

@@ -12,7 +12,7 @@ from verl.data.random_streams import uniforms
 from verl.models.decoder.lean import CacheTarget, CacheWindow, Decoder
 from verl.models.decoder.prompt_cache import PromptSharing
 from verl.utils.errors import WorkerError
-from verl.workers.rollout.base import Completion, GenerationRequest, check_request
+from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.engine_stats import Counters, DecodeTimes
 from verl.workers.rollout.native.cache_limits import CacheLimits
 from verl.workers.rollout.native.scheduler import (
@@ -26,6 +26,7 @@ from verl.workers.rollout.native.scheduler import (
     prompt_sharing,
 )
 from verl.workers.rollout.parking import Parking, saved_requests
+from verl.workers.rollout.request_limits import check_request
 from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
 
 _REFILL_DIVISOR = 16  # if prefill needs its own forward pass, it waits until 1/16 of the rows are free

@@ -22,12 +22,12 @@ from verl.workers.rollout.base import (
     CopyingEngine,
     GenerationRequest,
     StaleWeightsError,
-    check_request,
     same_on_all_ranks,
 )
 from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
 from verl.workers.rollout.partial_answer import PartialAnswer
 from verl.workers.rollout.remote.profiles import VLLMProfiling, vllm_profiler
+from verl.workers.rollout.request_limits import check_request
 from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
 from verl.workers.rollout.vllm.requests import PendingRequest, logprobs_of_prompt, sampling_params
 
