@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from tests.rollout_adapters import CONFIG, letters_tokenizer, small_model
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, StaleWeightsError
 from verl.workers.rollout.native.replica import NativeReplica
+from verl.workers.rollout.parking import NO, ParkingEngine
+from verl.workers.rollout.saved_requests import requests_as_json, requests_from_json
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5]
@@ -88,28 +91,47 @@ def test_another_process_goes_on_with_the_tokens_of_what_was_in_flight(tmp_path:
     sampling = SamplingParams(n=2, max_tokens=24, ignore_eos=True, seed=3)
     requests = [GenerationRequest(number, [*PROMPT, number], sampling) for number in range(3)]
 
-    async def first() -> tuple[list[list[Completion]], list[dict]]:
+    async def first() -> tuple[list[list[Completion]], list[GenerationRequest]]:
         await publish(replica, model_of(1), 0)
         answers = [asyncio.create_task(replica.generate(request)) for request in requests]
         await until_sampled(replica, 30)
-        saved = json.loads(json.dumps(await replica.in_flight()))
-        return await asyncio.gather(*answers), saved
+        saved = json.loads(json.dumps(requests_as_json(await replica.in_flight())))
+        return await asyncio.gather(*answers), requests_from_json(saved)
 
     whole, saved = asyncio.run(first())
-    by_request = {one["request_id"]: one for one in saved}
-    assert all(len(part["tokens"]) >= 4 for one in saved for part in one["unfinished"]) and len(by_request) == 3
-    by_request[2]["prompt"] = [9]  # the conversation came to another turn: this is not what was sampled
+    assert all(len(sample.token_ids) >= 4 for one in saved for sample in one.sampled) and len(saved) == 3
+    saved[2] = replace(saved[2], prompt_ids=[9])  # the conversation came to another turn: this is not what was sampled
 
     async def second() -> list[list[Completion]]:
         again = NativeReplica(CONFIG, tmp_path, letters_tokenizer())
         await publish(again, model_of(1), 0)
-        calls = (again.generate(request, by_request[request.request_id]) for request in requests)
-        resumed = await asyncio.gather(*calls)
+        engine = ParkingEngine(again, NO, continues=True)
+        engine.restore(saved)
+        resumed = await asyncio.gather(*map(engine.generate, requests))
         done = (await again.stats())[0].totals
-        assert done["generated_tokens"] == 6 * 24 - sum(
-            len(part["tokens"]) for one in saved[:2] for part in one["unfinished"]
-        )
+        assert done["generated_tokens"] == 6 * 24 - sum(len(s.token_ids) for one in saved[:2] for s in one.sampled)
+        assert done["requests"] == 1  # the first process has counted those that go on
         return resumed
 
     resumed = asyncio.run(second())
     assert [[c.token_ids for c in group] for group in resumed] == [[c.token_ids for c in group] for group in whole]
+
+
+def test_each_token_streams_once_beside_a_publish(replica: NativeReplica):
+    async def run() -> tuple[list[int], list[int], Completion]:
+        await publish(replica, model_of(1), 0)
+        received: list[int] = []
+        chunks: list[int] = []
+
+        def on_tokens(sample: int, tokens: list[int], logprobs: list[float]) -> None:
+            received.extend(tokens)
+            chunks.append(len(tokens))
+
+        answer = asyncio.create_task(replica.stream(GenerationRequest(0, PROMPT, GREEDY), on_tokens))
+        await until_sampled(replica, 8)
+        await publish(replica, model_of(2), 1)
+        return received, chunks, (await answer)[0]
+
+    received, chunks, completion = asyncio.run(run())
+    assert received == completion.token_ids and len(received) == 24 and [v for v, _ in completion.segments] == [0, 1]
+    assert len(chunks) > 20  # while they are sampled

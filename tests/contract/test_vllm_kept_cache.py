@@ -17,7 +17,7 @@ from tests.unit.workers.rollout.test_kept_cache import version
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.reissuing import ReissuingEngine
+from verl.workers.rollout.parking import PAUSE, ParkingEngine
 from verl.workers.rollout.remote.engine import RemoteEngine
 from verl.workers.rollout.vllm.engine import VLLMEngine
 
@@ -42,9 +42,13 @@ def request(number: int, prompt: list[int] = LONG, **sampling: object) -> Genera
     return GenerationRequest(number, prompt, replace(SAMPLING, **sampling))
 
 
+async def num_in_flight(engine: RolloutEngine) -> int:
+    return sum(len(sample.token_ids) for one in await engine.in_flight() for sample in one.sampled)
+
+
 async def sampled(engine: RolloutEngine, count: int) -> None:
     """Wait until `count` tokens are in flight."""
-    while sum(len(s["tokens"]) for one in await engine.in_flight() for s in one["samples"]) < count:
+    while await num_in_flight(engine) < count:
         await asyncio.sleep(0)
 
 
@@ -72,7 +76,7 @@ def assert_mixed(completion: Completion, prompt: list[int]) -> None:
 
 
 def test_what_runs_keeps_its_cache_and_what_waits_or_comes_later_begins_with_the_new_weights(vllm: VLLMEngine):
-    engine = ReissuingEngine(vllm, keeps_cache=True)
+    engine = ParkingEngine(vllm, PAUSE)
 
     async def run() -> list[list[Completion]]:
         await vllm.update_weights(version(0), 0)
@@ -95,7 +99,7 @@ def test_what_runs_keeps_its_cache_and_what_waits_or_comes_later_begins_with_the
 def test_the_next_turn_of_a_mixed_answer_finds_nothing_of_it(vllm: VLLMEngine):
     """Blocks that hold keys of old weights, and blocks computed after them by new ones, are for who runs alone."""
 
-    engine = ReissuingEngine(vllm, keeps_cache=True)
+    engine = ParkingEngine(vllm, PAUSE)
 
     async def run() -> tuple[Completion, Completion]:
         await vllm.update_weights(version(0), 0)
@@ -118,14 +122,14 @@ def test_greedy_answers_are_those_of_the_native_engine(vllm: VLLMEngine):
         await engine.park()
         [saved] = await engine.in_flight()
         await go_on_under(engine, 1)
-        return (await answer)[0], len(saved["samples"][0]["tokens"])
+        return (await answer)[0], len(saved.sampled[0].token_ids)
 
     async def run() -> None:
         await vllm.update_weights(version(0), 0)
-        by_vllm, count = await answered(ReissuingEngine(vllm, keeps_cache=True))
+        by_vllm, count = await answered(ParkingEngine(vllm, PAUSE))
         model = version(0)
         native = NativeEngine(replace(KEEPING, name="native"), model, letters_tokenizer())
-        parked = ReissuingEngine(native, keeps_cache=True)
+        parked = ParkingEngine(native, PAUSE)
         answer = asyncio.ensure_future(parked.generate(request(0, n=1, temperature=0.0)))
         await sampled(parked, count)
         await parked.park()
@@ -149,9 +153,9 @@ def test_a_probe_of_a_parked_engine_computes_with_the_new_weights(vllm: VLLMEngi
         [probed] = await vllm.compute_logprobs([LONG])
         expected = own_logprobs(MODELS[1], LONG[1:], LONG[:1])
         torch.testing.assert_close(torch.tensor(probed[1:]).double(), expected, atol=2e-5, rtol=0)
-        count = sum(len(s["tokens"]) for one in await vllm.in_flight() for s in one["samples"])
+        count = await num_in_flight(vllm)
         await asyncio.sleep(0.02)
-        assert count == sum(len(s["tokens"]) for one in await vllm.in_flight() for s in one["samples"])  # parked again
+        assert count == await num_in_flight(vllm)  # parked again
         await vllm.resume()
         return await answer
 
@@ -164,7 +168,7 @@ def test_data_parallel_ranks_in_a_server_keep_theirs(tmp_path: Path):
     skip_without_vllm()
     small_model().save_pretrained(tmp_path)
     inner = RemoteEngine(replace(KEEPING, data_parallel_size=2, kv_cache_bytes=1 << 26), tmp_path, (EOS,))
-    engine = ReissuingEngine(inner, keeps_cache=True)
+    engine = ParkingEngine(inner, PAUSE)
 
     async def publish(number: int) -> None:
         model = version(number)
@@ -179,10 +183,10 @@ def test_data_parallel_ranks_in_a_server_keep_theirs(tmp_path: Path):
         await publish(1)
         await engine.resume()
         completions = [completion for answer in answers for completion in await answer]
-        samples = [sample for one in before for sample in one["samples"]]
+        samples = [sample for one in before for sample in one.sampled]
         for sample, completion in zip(samples, completions, strict=True):
-            count = len(sample["tokens"])
-            assert sample["tokens"] == completion.token_ids[:count]
+            count = len(sample.token_ids)
+            assert sample.token_ids == completion.token_ids[:count]
             assert count <= sum(n for v, n in completion.segments if v == 0)
         return completions
 

@@ -18,14 +18,11 @@ from tests.e2e import jobs
 from tests.e2e.test_resume import assert_same_run, stopping
 from tests.mixed_weights import mixed_logprobs
 from tests.tiers import slow, soak
-from verl.checks.machine import early_findings
 from verl.config import load_config
 from verl.data.batch import Batch
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
-from verl.placement.pools import plan_run
 from verl.trainer.ppo.parking_setup import check_parking
-from verl.trainer.ppo.preparation import prepare_run
 from verl.utils.errors import ConfigError, VerlError
 from verl.workers.batch_dispatch import ShardDispatcher
 
@@ -323,9 +320,8 @@ def test_a_resumed_run_has_the_old_log_probs_that_were_scored(folder: Path):
 
 def test_what_cannot_be_is_refused_before_anything_starts(folder: Path):
     ranks = [ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
-    stops = load_config(jobs.overrides(folder, "run", *ranks, "actor_rollout_ref.rollout.stop=[ab]"))
-    prepare_run(stops, found := early_findings(stops))
-    assert [error for error in map(str, found.errors) if "use stop_token_ids" in error]
-    sglang = load_config(jobs.overrides(folder, "run", *ranks, KEEPS, "actor_rollout_ref.rollout.name=sglang"))
-    with pytest.raises(ConfigError, match=r"keep_kv needs .* rollout\.name=sglang aborts"):
-        check_parking(sglang, plan_run(sglang))
+    stop, sglang = "actor_rollout_ref.rollout.stop=[ab]", "actor_rollout_ref.rollout.name=sglang"
+    check_parking(load_config(jobs.overrides(folder, "run", *ranks, stop)))
+    for more, refused in ((stop, "use stop_token_ids"), (KEEPS, r"keep_kv needs .* rollout\.name=sglang aborts")):
+        with pytest.raises(ConfigError, match=refused):
+            check_parking(load_config(jobs.overrides(folder, "run", *ranks, sglang, more)))

@@ -104,8 +104,8 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path)
     state = read_state(folder / "run" / "global_step_3")["source"]
     in_flight = {}  # of older weights: by those of the checkpoint the same tokens would be sampled again
     for one in state["engine"]:
-        parts = {part["sample"]: (part["tokens"], part["first_version"]) for part in one["unfinished"]}
-        parts |= {int(n): (done["token_ids"], done["policy_version"][0]) for n, done in one["finished"].items()}
+        begun = {n: sample for n, sample in enumerate(one["samples"]) if sample["tokens"]}
+        parts = {n: (sample["tokens"], sample["segments"][0][0]) for n, sample in begun.items()}
         in_flight |= {(one["request_id"], sample): part for sample, part in parts.items() if part[1] < 3}
     for group in state["groups"]:  # and what was complete a moment before the save
         for sample, answer in enumerate(group["answers"] or ()):
@@ -162,7 +162,7 @@ def test_a_killed_run_trains_every_prompt_once(folder: Path, mode: str):
 def test_where_a_replica_is_killed_the_others_answer_and_every_prompt_is_trained_once(folder: Path):
     how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", f"{jobs.ARR}.rollout.n_gpus_per_node=2"]
     run = build_run(load_config(jobs.overrides(folder, "run", *how, "trainer.save_freq=-1")))
-    router = run.trainer.source.collector.engine
+    router = run.trainer.source.collector.engine.inner
 
     def kill_one() -> None:
         if run.trainer.global_step == 2:

@@ -57,7 +57,7 @@ def test_a_run_loses_a_replica_is_resumed_by_its_old_name_and_trains_every_promp
     how += ["async_training.staleness_threshold=1.5", "trainer.save_freq=3", "trainer.test_freq=2"]
     words = jobs.overrides(folder, "run", *how)
     run = build_run(load_config(["--config-name=fully_async_ppo_trainer", *words, *stopping(folder, 3)]))
-    router: Any = run.trainer.source.collector.engine
+    router: Any = run.trainer.source.collector.engine.inner
 
     def kill_one() -> None:
         if run.trainer.global_step == 1:

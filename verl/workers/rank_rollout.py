@@ -1,7 +1,6 @@
 """Rollout on a rank of a sharded engine: an engine in place on a full copy of the weights, freed while it sleeps."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -83,7 +82,7 @@ class RankRollout:
         if self.inner is not None:
             await self.inner.resume()
 
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         return [] if self.inner is None else await self.inner.in_flight()
 
     async def stats(self) -> EngineStats:

@@ -86,7 +86,7 @@ class MultiRankRolloutEngine(RolloutEngine):
     async def resume(self) -> None:
         await self._on_all_ranks("resume")
 
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         return [request for requests in await self._on_all_ranks("in_flight") for request in requests]
 
     async def abort(self, request_id: int | None = None) -> None:

@@ -43,8 +43,9 @@ def completion(tokens: list[int], *segments: tuple[int, int]) -> Completion:
     return Completion(tokens, [0.0] * len(tokens), "stop", (min(versions), max(versions)), segments=tuple(segments))
 
 
-def in_flight(prompt: list[int], *samples: tuple[list[int], Segments]) -> dict[str, Any]:
-    return {"prompt": prompt, "samples": [{"tokens": tokens, "segments": segments} for tokens, segments in samples]}
+def in_flight(prompt: list[int], *samples: tuple[list[int], Segments], number: int = GROUP) -> GenerationRequest:
+    sampled = (Completion.of(tokens, [0.0] * len(tokens), "aborted", segments) for tokens, segments in samples)
+    return GenerationRequest(number, prompt, sampled=tuple(sampled))
 
 
 def by_token(batch: Batch) -> Tensor:
@@ -52,7 +53,9 @@ def by_token(batch: Batch) -> Tensor:
     return -batch["tokens"].float() - batch.position_ids() / 10
 
 
-def score(engine: PromptEngine, version: int, answers: list[Trajectory] | None, *requests: dict[int, Any]) -> int:
+def score(
+    engine: PromptEngine, version: int, answers: list[Trajectory] | None, *requests: dict[int, GenerationRequest]
+) -> int:
     return score_version(engine.sequences(answers, requests[0] if requests else {}), version, by_token)
 
 
@@ -151,21 +154,18 @@ def test_turns_of_a_conversation_are_found_in_the_whole_with_tool_results_betwee
 
 
 def test_what_a_prompt_has_under_way_is_every_turn_once_with_the_versions_of_its_tokens():
-    finished = {"token_ids": [9], "logprobs": [0.0], "segments": [], "policy_version": [1, 1], "stop_reason": "stop"}
-    unfinished: dict[str, Any] = {"sample": 0, "tokens": [3, 4, 5], "logprobs": [0.0, 0.0, 0.0]}
-    unfinished |= {"first_version": 1, "later_versions": [[2, 1]]}
     second = [*PROMPT, 1, 2, 8]
-    native: dict[str, Any] = {"prompt": second, "finished": {"1": finished}, "unfinished": [unfinished]}
-    parked = in_flight(second, ([3, 4, 5], [(1, 1), (2, 2)]))
+    one = in_flight(second, ([3, 4, 5], [(1, 1), (2, 2)]), number=2)
+    two = in_flight(second, ([9], [(1, 1)]), ([3, 4, 5], [(1, 1), (2, 2)]), number=2)
     first = {1: [completion([1, 2], (0, 1), (1, 1))]}
 
-    def under_way(of_second: dict[str, Any]) -> list[tuple[list[int], list[tuple[int, list[int]]]]]:
+    def under_way(of_second: GenerationRequest) -> list[tuple[list[int], list[tuple[int, list[int]]]]]:
         engine = asked(first, GenerationRequest(1, PROMPT), GenerationRequest(2, second))
         found = engine.sequences(None, {1: of_second, 2: of_second, 3: of_second})
         return [(s.tokens, [(part.first, part.versions.tolist()) for part in s.parts]) for s in found]
 
-    assert under_way(parked) == [([*second, 3, 4, 5], [(3, [0, 1]), (6, [1, 2, 2])])]
-    assert under_way(native) == [([*second, 9], [(3, [0, 1]), (6, [1])]), ([*second, 3, 4, 5], [(6, [1, 2, 2])])]
+    assert under_way(one) == [([*second, 3, 4, 5], [(3, [0, 1]), (6, [1, 2, 2])])]
+    assert under_way(two) == [([*second, 9], [(3, [0, 1]), (6, [1])]), ([*second, 3, 4, 5], [(6, [1, 2, 2])])]
 
 
 def test_a_token_of_older_weights_without_a_score_is_refused_and_never_scored_by_others():
@@ -186,7 +186,7 @@ def test_what_an_earlier_version_saved_by_digests_is_known_by_position():
 
     runs = [run(0, PROMPT, [1, 2], [-1.0, -2.0]), run(1, [*PROMPT, 1, 2, 8], [3], [-3.0]), run(0, [4], [1], [-9.0])]
     whole = answer_of([*PROMPT, 1, 2, 8, 3, 4], [0, 0, 0, 1, 1, 0, 1, 1], (0, 2), (1, 1), (2, 1))
-    requests = [{"request_id": 12, **in_flight([*PROMPT, 1, 2, 8], ([3, 4], [(1, 2)]), ([7], [(1, 1)]))}]
+    requests = [in_flight([*PROMPT, 1, 2, 8], ([3, 4], [(1, 2)]), ([7], [(1, 1)]), number=12)]
     saved = by_position(runs, [whole], requests)
     assert by_position(saved, [whole], requests) is saved  # its own form
     engine = asked({}, saved=saved)

@@ -2,24 +2,20 @@
 
 from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, keeps_cache, staleness
-from verl.placement.plan import Plan
-from verl.placement.pools import is_this_process, pools_of
 from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engines import rollout_engine_of
-from verl.workers.rollout.registry import Weights
-from verl.workers.rollout.reissuing import ReissuingEngine
-
-NO, ASK_AGAIN, PAUSE = "no", "ask_again", "pause"
+from verl.workers.rollout.parking import ASK_AGAIN, NO, PAUSE, ParkingEngine
 
 
 def parks(config: RunConfig) -> str:
     """How unfinished answers are parked while the policy is trained or, with devices of its own for the rollout, while
     an engine gets weights that cannot do so beside the sampling.
 
-    no: they are not. ask_again: they go on as prompts under the new weights. pause: with their KV cache.
+    no: they are not. ask_again: they are aborted, and asked for again under the new weights. pause: they go on with
+    their KV cache.
     """
     mode = config.trainer.v1.trainer_mode
     apart = mode == SEPARATE and not rollout_engine_of(config.actor_rollout_ref).is_apart
@@ -28,7 +24,7 @@ def parks(config: RunConfig) -> str:
     return PAUSE if keeps_cache(config) else ASK_AGAIN
 
 
-def check_parking(config: RunConfig, plan: Plan) -> None:
+def check_parking(config: RunConfig) -> None:
     """ConfigError for what cannot be beside unfinished answers, or beside answers that are parked."""
     if not is_asynchronous(config) or not staleness(config):
         return
@@ -50,18 +46,16 @@ def check_parking(config: RunConfig, plan: Plan) -> None:
             f"{rollout.name} aborts them, and is asked again with their tokens. Set "
             "actor_rollout_ref.rollout.kv_cache_on_publish=recompute"
         )
-    in_place = registered.weights is Weights.IN_PLACE
-    if in_place and any(is_this_process(pool, plan.runtime) for pool in pools_of(plan)):
-        return
-    if rollout.stop:
+    if rollout.stop and not registered.traits.continues:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.stop={list(rollout.stop)} with {what} and rollout.name={rollout.name}"
-            f"{' on several ranks' if in_place else ''}: an answer that was parked, or saved by a checkpoint, goes on "
-            "as a new prompt, in which the engine does not look for a stop string; use stop_token_ids, "
-            "rollout.name=native in one process, or async_training.staleness_threshold=0"
+            f"actor_rollout_ref.rollout.stop={list(rollout.stop)} with {what} and rollout.name={rollout.name}: an "
+            "answer that was parked, or saved by a checkpoint, goes on as a new prompt, in which the engine does not "
+            "look for a stop string; use stop_token_ids, rollout.name=native, or async_training.staleness_threshold=0"
         )
 
 
-def with_parking(parked: str, engine: RolloutEngine) -> RolloutEngine:
-    """The engine that answers prompts: one that can park, where answers are `parked`."""
-    return engine if parked == NO or engine.can_park else ReissuingEngine(engine, parked == PAUSE)
+def with_parking(config: RunConfig, parked: str, engine: RolloutEngine) -> RolloutEngine:
+    """The engine that answers prompts: where some are unfinished at a publish, it keeps what was sampled of them."""
+    if not is_asynchronous(config) or not staleness(config):
+        return engine
+    return ParkingEngine(engine, parked, rollout_engine_of(config.actor_rollout_ref).traits.continues)

@@ -92,7 +92,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     found.check("rollout", lambda: check_rollout_engine_can_train(arr), arr.rollout.name)
     if plan is not None and not found.errors:
         parked = "none" if parks(config) == NO else "kept"
-        found.check("unfinished answers", lambda: check_parking(config, plan), parked)
+        found.check("unfinished answers", lambda: check_parking(config), parked)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer(MODEL_KEY, arr.model, longest, LENGTH_KEYS, found)
     files = {key for key in files_read(config) if not found.has_refused(key, ROWS_CLASS)}

@@ -120,7 +120,7 @@ def assemble_run(
     reward = canary or reward_of_run
     waits = is_synchronous(config, facts, reward_model)
     collector = RolloutCollector(
-        with_parking(facts.parks, engine),
+        with_parking(config, facts.parks, engine),
         reward,
         tokenizer,
         prepared.agent_runner,

@@ -87,13 +87,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue `sampling.n` times. Its random numbers come from the seed and `stream_id`."""
+    """One prompt to continue `sampling.n` times. The random number of a token comes from the seed, `stream_id`, the
+    sample and the token's position."""
 
     request_id: int
     prompt_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     conversation: int | None = None  # the requests of one conversation go to one replica
     random_stream: int | None = None  # requests with the same seed and number draw the same random numbers
+    # What was sampled of each answer before: the unfinished ones go on after their tokens, the others are answers.
+    sampled: "tuple[Completion, ...]" = ()
 
     @property
     def stream_id(self) -> int:
@@ -115,6 +118,34 @@ class Completion:
     policy_version: tuple[int, int]  # oldest and newest version that sampled its tokens
     alternatives: list[Alternatives] | None = None
     segments: tuple[tuple[int, int], ...] = ()  # (version, tokens that it sampled), in order, if there were several
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: list[int],
+        logprobs: list[float],
+        stop_reason: str,
+        segments: Sequence[tuple[int, int]],
+        alternatives: list[Alternatives] | None = None,
+    ) -> "Completion":
+        """A completion with all its `segments`, of which there may be one."""
+        versions = (segments[0][0], segments[-1][0])
+        several = tuple(segments) if len(segments) > 1 else ()
+        return cls(token_ids, logprobs, stop_reason, versions, alternatives, several)
+
+    @classmethod
+    def empty(cls, version: int) -> "Completion":
+        """An answer without a token."""
+        return cls([], [], "aborted", (version, version))
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.stop_reason == "aborted"
+
+    @property
+    def all_segments(self) -> tuple[tuple[int, int], ...]:
+        """(version, tokens that it sampled), in order; of one version too."""
+        return self.segments or ((self.policy_version[1], len(self.token_ids)),)
 
 
 JSON_FORMATS = ("json_object", "json_schema")
@@ -156,7 +187,7 @@ class RolloutEngine(ABC):
     lost: str | None = None  # how its process ended, or the last of its replicas; None: it works
     metrics_addresses: Sequence[str] = ()  # host:port of servers that answer Prometheus themselves
     lost_replicas: Sequence[int] = ()  # those that others stand in for, and that nothing replaces
-    can_park = False  # whether unfinished answers outlive a publish by `park` and `resume`, a process by `restore`
+    can_park = False  # whether unfinished answers have to wait while new weights arrive, by `park` and `resume`
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -212,22 +243,19 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot compute log-probs of given tokens")
 
     async def park(self) -> None:
-        """Stop sampling between two tokens, until `resume`; the `generate` calls wait, over `sleep` and a publish."""
+        """Stop sampling between two tokens, until `resume`; the `generate` calls wait. An engine that keeps the KV
+        cache of what runs is not put to sleep meanwhile."""
         raise NotImplementedError(f"{type(self).__name__} cannot keep unfinished answers over a publish")
 
     async def resume(self) -> None:  # noqa: B027
         """Go on with what was parked, under the weights that are published now. Without parked answers: nothing."""
 
-    def parked(self) -> list[dict[str, Any]]:
-        """The parked requests as JSON values: the unfinished and the finished samples of each."""
+    async def in_flight(self) -> list[GenerationRequest]:
+        """The requests whose `generate` has not returned, each with what was `sampled` of it so far."""
         return []
 
-    async def in_flight(self) -> list[dict[str, Any]]:
-        """The same as `parked`, while sampling goes on."""
-        return self.parked()
-
-    def restore(self, parked: Sequence[dict[str, Any]]) -> None:  # noqa: B027
-        """Let the next `generate` of each request in `parked` go on from there, in another process."""
+    def restore(self, requests: Sequence[GenerationRequest]) -> None:  # noqa: B027
+        """Let the next `generate` of each of `requests` go on from there, in another process."""
 
     @property
     @abstractmethod

@@ -38,7 +38,9 @@ def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
     return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
 
 
-@register_rollout_engine("native", "hf", weights=Weights.IN_PLACE, keeps_cache=True, apart=in_own_processes)
+@register_rollout_engine(
+    "native", "hf", weights=Weights.IN_PLACE, apart=in_own_processes, keeps_cache=True, continues=True
+)
 def build_native(inputs: EngineInputs) -> "RolloutEngine":
     """Continuous batching on the trainer's module."""
     from verl.workers.rollout.native.engine import NativeEngine

@@ -1,115 +1,192 @@
-"""Requests in flight that have no place in the KV cache: parked over a publish, or about to go on."""
+"""Parking: unfinished answers outlive a publish and a process, because a request may carry what was sampled of it."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from itertools import pairwise
-from typing import Any
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from verl.workers.rollout.base import Completion
-from verl.workers.rollout.native.scheduler import ParkedSequence, PrefillRequest, RequestState, RunningSequence
+from verl.utils.errors import WorkerError
+from verl.utils.seeds import derive_seed
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.partial_answer import joined
+from verl.workers.rollout.wrapped import WrappedEngine
 
-
-class Parking:
-    """Unfinished sequences and waiting requests, in the order in which they go on. `NativeCore` fills it."""
-
-    def __init__(self) -> None:
-        self.sequences: list[ParkedSequence] = []
-        self.states: list[RequestState] = []  # with samples that have not begun
-        self.resuming: list[ParkedSequence] = []  # they get rows before those that wait
-
-    def park(self, running: Iterable[ParkedSequence], waiting: Iterable[RequestState]) -> None:
-        """Take in what ran and what waited."""
-        self.sequences, self.resuming = [*running, *self.resuming, *self.sequences], []
-        for place, sequence in enumerate(self.sequences):
-            sequence.place = place
-        self.states += waiting
-
-    def resume(self) -> list[RequestState]:
-        """Let all sequences go on; returns the requests that wait on."""
-        self.resuming = sorted((*self.resuming, *self.sequences), key=lambda sequence: sequence.place)
-        states, self.sequences, self.states = self.states, [], []
-        return states
-
-    def take(self, free: int) -> list[PrefillRequest]:
-        """At most `free` sequences that go on now; their tokens so far are part of the prompt."""
-        taken, self.resuming = self.resuming[:free], self.resuming[free:]
-        states = [sequence.row.state for sequence in taken]
-        return [
-            PrefillRequest(state.request.prompt_ids + sequence.tokens, [(state, sequence.row.sample)], parked=sequence)
-            for state, sequence in zip(states, taken, strict=True)
-        ]
-
-    def abort(self, request_id: int | None) -> tuple[list[RequestState], list[RequestState]]:
-        """End the parked sequences of one request, or of all; returns the requests that are complete, and those that
-        were waiting."""
-
-        def of_it(state: RequestState) -> bool:
-            return request_id in (None, state.request.request_id)
-
-        sequences = [s for s in (*self.sequences, *self.resuming) if of_it(s.row.state)]
-        states = [state for state in self.states if of_it(state)]
-        self.sequences = [s for s in self.sequences if not of_it(s.row.state)]
-        self.resuming = [s for s in self.resuming if not of_it(s.row.state)]
-        self.states = [state for state in self.states if not of_it(state)]
-        for sequence in sequences:
-            sequence.row.finish(sequence.tokens, sequence.logprobs, "aborted")
-        found = {id(s.row.state): s.row.state for s in sequences if s.row.state.done}
-        return list(found.values()), states
-
-    def take_back(self, state: RequestState, saved: dict[str, Any]) -> None:
-        """Let `state`, which was just submitted, go on from what `saved` says about its request."""
-        state.started = saved["started"]
-        for sample, fields in saved["finished"].items():
-            segments = tuple((version, count) for version, count in fields["segments"])
-            state.finish(
-                int(sample),
-                Completion(**{**fields, "segments": segments, "policy_version": tuple(fields["policy_version"])}),
-            )
-        for part in saved["unfinished"]:
-            later = [(version, first_token) for version, first_token in part["later_versions"]]
-            row = RunningSequence(state, part["sample"], 0, part["first_version"], None, later_versions=later)
-            self.sequences.append(ParkedSequence(row, part["tokens"], part["logprobs"], part["place"]))
+NO, ASK_AGAIN, PAUSE = "no", "ask_again", "pause"
+_FIRST_ID = 1 << 52  # of requests for the rest of a sample: above those of prompts, validations and agents
+_ABORT_AGAIN_S = 0.1  # a request that reached the engine after an abort is not ended by it
 
 
-def saved_requests(
-    states: Iterable[RequestState], waiting: Sequence[RequestState], unfinished: Sequence[ParkedSequence]
-) -> list[dict[str, Any]]:
-    """All `states` as JSON values for `Parking.take_back`, those that are `waiting` first; `unfinished` in order."""
-    parts: dict[int, list[dict[str, Any]]] = {}
-    for place, sequence in enumerate(unfinished):
-        row = sequence.row
-        part = {"sample": row.sample, "first_version": row.first_version, "later_versions": row.later_versions}
-        part |= {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "place": place}
-        parts.setdefault(row.state.request.request_id, []).append(part)
-    first = {state.request.request_id for state in waiting}
-    return [
-        {
-            "request_id": state.request.request_id,
-            "prompt": state.request.prompt_ids,
-            "started": state.started,
-            "finished": {str(sample): asdict(completion) for sample, completion in state.completions.items()},
-            "unfinished": parts.get(state.request.request_id, []),
-        }
-        for state in (*waiting, *(state for state in states if state.request.request_id not in first))
-    ]
+@dataclass(eq=False)
+class _Open:
+    """A request whose `generate` has not returned."""
+
+    request: GenerationRequest  # with what was sampled until it left the engine last
+    asked: dict[int, int | None] = field(default_factory=dict)  # ids at the engine: of a sample's rest, or of all
+    turn: "asyncio.Future[None] | None" = None  # while it waits to be asked
+    aborted: bool = False
+
+    @property
+    def done(self) -> bool:
+        sampled = self.request.sampled
+        return self.aborted or (bool(sampled) and not any(sample.is_unfinished for sample in sampled))
+
+    def wake(self) -> None:
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_result(None)
 
 
-def samples_in_flight(saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The samples that have begun of a request under way, by number, from either form of `RolloutEngine.in_flight`.
+class ParkingEngine(WrappedEngine):
+    """Samples by `inner`, and keeps the requests under way with what was sampled of them.
 
-    Each has `tokens`, `logprobs`, `segments` ((version, tokens that it sampled), in order), and `stop_reason`, which is
-    None while it is unfinished.
+    `parks` says what happens between `park` and `resume`. ask_again: `inner` is told to abort what runs, so that it may
+    sleep, drop its cache and get weights; then it is asked again with the tokens so far. pause: `inner` parks by
+    itself, with the KV cache of what runs, and does not sleep while there is such a request. no: `inner` is never
+    parked. New requests wait meanwhile.
+
+    An engine that `continues` gets requests with what was `sampled`. Any other gets a request for the rest of each
+    unfinished sample, whose prompt ends with the tokens so far, with random numbers of its own. There, stop strings and
+    penalties are refused: they look back at tokens that would be part of the prompt.
     """
-    if "samples" in saved:
-        return dict(enumerate(saved["samples"]))
-    samples: dict[int, dict[str, Any]] = {}
-    for number, done in saved["finished"].items():
-        segments = done["segments"] or [(done["policy_version"][1], len(done["token_ids"]))]
-        sample = {"tokens": done["token_ids"], "logprobs": done["logprobs"], "segments": segments}
-        samples[int(number)] = sample | {"stop_reason": done["stop_reason"]}
-    for part in saved["unfinished"]:
-        starts = [(part["first_version"], 0), *part["later_versions"], (-1, len(part["tokens"]))]
-        segments = [(version, end - start) for (version, start), (_, end) in pairwise(starts) if end > start]
-        sample = {"tokens": part["tokens"], "logprobs": part["logprobs"], "segments": segments, "stop_reason": None}
-        samples[part["sample"]] = sample
-    return samples
+
+    def __init__(self, inner: RolloutEngine, parks: str = ASK_AGAIN, continues: bool = False):
+        super().__init__(inner)
+        self.parks, self.continues, self.can_park = parks, continues, parks != NO
+        self._open: dict[int, _Open] = {}
+        self._restored: dict[int, GenerationRequest] = {}  # by request id, until `generate`
+        self._order: dict[int, int] = {}  # of the requests that an earlier process had under way
+        self._is_parked = False
+        self._num_asked, self._nothing_runs = 0, asyncio.Event()
+        self._ids = itertools.count(_FIRST_ID)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if not self.continues:
+            _check_looks_ahead(request)
+        opened = self._open[request.request_id] = _Open(self._with_restored(request))
+        try:
+            while not opened.done:
+                if self._is_parked:
+                    opened.turn = asyncio.get_running_loop().create_future()
+                    await opened.turn
+                else:
+                    await self._ask(opened)
+        finally:
+            if self._open.get(request.request_id) is opened:
+                del self._open[request.request_id]
+        return list(opened.request.sampled) or [Completion.empty(self.version)] * request.sampling.n
+
+    def _with_restored(self, request: GenerationRequest) -> GenerationRequest:
+        saved = self._restored.pop(request.request_id, None)
+        if saved is None or saved.prompt_ids != request.prompt_ids:  # a turn may begin otherwise than before
+            return request
+        params, sampled = request.sampling, [*saved.sampled[: request.sampling.n]]
+        sampled += [Completion.empty(self.version)] * (params.n - len(sampled))
+        limited = (replace(s, stop_reason="length") if len(s.token_ids) >= params.max_tokens else s for s in sampled)
+        return replace(request, sampled=tuple(limited))
+
+    async def _ask(self, opened: _Open) -> None:
+        """Sample until the request is complete or aborted."""
+        request, sampled = opened.request, opened.request.sampled
+        self._num_asked += 1
+        try:
+            if self.continues or not any(sample.token_ids or not sample.is_unfinished for sample in sampled):
+                opened.asked = {request.request_id: None}
+                opened.request = replace(request, sampled=tuple(await self.inner.generate(request)))
+                return
+            async with asyncio.TaskGroup() as rests:
+                for number in (number for number, sample in enumerate(sampled) if sample.is_unfinished):
+                    rests.create_task(self._ask_for_rest(opened, number))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled because of it
+        finally:
+            opened.asked, self._num_asked = {}, self._num_asked - 1
+            self._nothing_runs.set()
+
+    async def _ask_for_rest(self, opened: _Open, number: int) -> None:
+        """Add what the engine answers, before anything else can ask what is in flight."""
+        rest = rest_of(opened.request, number, next(self._ids))
+        opened.asked[rest.request_id] = number
+        [part] = await self.inner.generate(rest)
+        del opened.asked[rest.request_id]
+        opened.request = _with_part(opened.request, number, part)
+
+    async def park(self) -> None:
+        self._is_parked = True
+        if self.parks == PAUSE:
+            return await self.inner.park()
+        while self._num_asked:
+            self._nothing_runs.clear()
+            await self.inner.abort()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._nothing_runs.wait(), _ABORT_AGAIN_S)
+
+    async def resume(self) -> None:
+        if self.parks == PAUSE:
+            await self.inner.resume()
+        self._is_parked = False
+        for _, opened in sorted(self._open.items(), key=lambda item: self._order.get(item[0], len(self._order))):
+            opened.wake()
+
+    async def in_flight(self) -> list[GenerationRequest]:
+        running = {r.request_id: r for r in await self.inner.in_flight()} if self._num_asked else {}
+        return [self._so_far(opened, running) for opened in self._open.values()]
+
+    def _so_far(self, opened: _Open, running: dict[int, GenerationRequest]) -> GenerationRequest:
+        request = opened.request
+        for inner_id, number in opened.asked.items():
+            if inner_id in running:
+                now = running[inner_id].sampled
+                request = replace(request, sampled=now) if number is None else _with_part(request, number, now[0])
+        return request
+
+    def restore(self, requests: Sequence[GenerationRequest]) -> None:
+        self._restored = {request.request_id: request for request in requests}
+        self._order = {request_id: place for place, request_id in enumerate(self._restored)}
+
+    async def abort(self, request_id: int | None = None) -> None:
+        for number, opened in tuple(self._open.items()):
+            if request_id in (None, number):
+                opened.aborted = True
+                opened.wake()
+                for inner_id in tuple(opened.asked):
+                    await self.inner.abort(inner_id)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether requests wait in the inner engine with their KV cache."""
+        return self.parks == PAUSE and self._is_parked and self._num_asked > 0
+
+    async def sleep(self) -> None:
+        if not self._holds:
+            await super().sleep()
+
+    async def sleep_until_update(self) -> None:
+        if not self._holds:
+            await super().sleep_until_update()
+
+
+def rest_of(request: GenerationRequest, number: int, request_id: int) -> GenerationRequest:
+    """The rest of one sample, as a request for one answer to its prompt and its tokens so far."""
+    params, tokens = request.sampling, request.sampled[number].token_ids
+    count = len(tokens)
+    rest = replace(params, n=1, max_tokens=params.max_tokens - count, min_tokens=max(params.min_tokens - count, 0))
+    stream = derive_seed(request.stream_id, number, count)
+    return GenerationRequest(request_id, request.prompt_ids + tokens, rest, request.conversation, stream)
+
+
+def _with_part(request: GenerationRequest, number: int, part: Completion) -> GenerationRequest:
+    sampled = [*request.sampled]
+    sampled[number] = joined(sampled[number], part)
+    return replace(request, sampled=tuple(sampled))
+
+
+def _check_looks_ahead(request: GenerationRequest) -> None:
+    params = request.sampling
+    if params.stop or params.has_penalties:
+        raise WorkerError(
+            0, "generate",
+            f"request {request.request_id} has stop={list(params.stop)} and penalties "
+            f"({params.frequency_penalty:g}, {params.presence_penalty:g}, {params.repetition_penalty:g}): a "
+            "parked answer goes on as a new prompt, in which the engine does not look for them; use "
+            "stop_token_ids, or async_training.staleness_threshold=0",
+        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from verl.workers.rollout.base import Alternatives, Completion
 
@@ -24,11 +23,10 @@ class PartialAnswer:
     def add(self, part: Completion) -> None:
         """Append what the engine has sampled; an aborted part leaves the answer unfinished."""
         self.alternatives += part.alternatives or []
-        segments = part.segments or ((part.policy_version[1], len(part.token_ids)),)
-        self._append(part.token_ids, part.logprobs, segments)
-        self.stop_reason = None if part.stop_reason == "aborted" else part.stop_reason
+        self._append(part.token_ids, part.logprobs, part.all_segments)
+        self.stop_reason = None if part.is_unfinished else part.stop_reason
 
-    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], segments: Sequence[Sequence[int]]) -> None:
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], segments: Sequence[tuple[int, int]]) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
         for version, count in segments:
@@ -37,23 +35,15 @@ class PartialAnswer:
             elif count:
                 self.segments.append((version, count))
 
-    def saved(self, running: dict[str, Any] | None = None) -> dict[str, Any]:
-        """As JSON values, with what `samples_in_flight` says about the part that the engine samples now."""
-        whole = PartialAnswer([*self.tokens], [*self.logprobs], [*self.segments], self.stop_reason)
-        if running is not None:
-            whole._append(running["tokens"], running["logprobs"], running["segments"])
-            whole.stop_reason = None if running["stop_reason"] == "aborted" else running["stop_reason"]
-        sampled = {"tokens": whole.tokens, "logprobs": whole.logprobs, "segments": whole.segments}
-        return {**sampled, "stop_reason": whole.stop_reason}
-
     def completion(self, version: int) -> Completion:
-        """The whole answer; `version` is that of one without tokens."""
-        segments = self.segments or [(version, 0)]
-        return Completion(
-            self.tokens,
-            self.logprobs,
-            self.stop_reason or "aborted",
-            (segments[0][0], segments[-1][0]),
-            self.alternatives or None,
-            tuple(segments) if len(segments) > 1 else (),
-        )
+        """The whole answer so far; `version` is that of one without tokens."""
+        segments, alternatives = self.segments or [(version, 0)], [*self.alternatives] or None
+        return Completion.of([*self.tokens], [*self.logprobs], self.stop_reason or "aborted", segments, alternatives)
+
+
+def joined(first: Completion, rest: Completion) -> Completion:
+    """The answer that begins with `first` and goes on with `rest`."""
+    whole = PartialAnswer()
+    whole.add(first)
+    whole.add(rest)
+    return whole.completion(rest.policy_version[1])

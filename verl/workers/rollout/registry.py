@@ -68,6 +68,8 @@ class EngineTraits:
     # `park` stops it between two tokens, `resume` lets it go on with its KV cache, under new weights too, and
     # `in_flight` says what it has sampled:
     keeps_cache: bool = False
+    # its answers to a request begin with what was `sampled` of them; limits, stop strings and penalties see that:
+    continues: bool = False
 
 
 @dataclass(frozen=True)

@@ -291,12 +291,8 @@ class Router(ProfiledServer, CopyingEngine):
         self._is_parked = False
         await self._each(lambda engine: engine.resume())
 
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         return [request for requests in (await self._each(lambda e: e.in_flight())).values() for request in requests]
-
-    def restore(self, parked: Sequence[dict[str, Any]]) -> None:
-        for engine in self.engines:  # the one that gets the request goes on with it
-            engine.restore(parked)
 
     async def begin_update(self) -> None:
         await asyncio.gather(*(engine.begin_update() for engine in self.replicas))

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, TokenStream
 from verl.workers.rollout.engine_stats import EngineStats
 
 
@@ -39,6 +39,10 @@ class WrappedEngine(RolloutEngine):
 
     async def stats(self) -> list[EngineStats]:
         return await self.inner.stats()
+
+    @property
+    def token_streams(self) -> dict[int, TokenStream]:
+        return self.inner.token_streams
 
     @property
     def version(self) -> int:

@@ -17,7 +17,8 @@ from tests.rollout_adapters import CONFIG, PROMPT, letters_tokenizer, own_logpro
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.native.replica import NativeReplica
-from verl.workers.rollout.reissuing import ReissuingEngine
+from verl.workers.rollout.parking import PAUSE, ParkingEngine
+from verl.workers.rollout.saved_requests import requests_as_json, requests_from_json
 
 KEEPING = replace(CONFIG, kv_cache_on_publish="keep_kv")
 SAMPLING = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
@@ -38,10 +39,10 @@ def load(model: PreTrainedModel, number: int) -> None:
     model.load_state_dict(version(number).state_dict())
 
 
-def in_this_process(_: Path, asked_through_another: bool = False) -> tuple[RolloutEngine, NativeEngine, Publish]:
+def in_this_process(_: Path, continues: bool = True) -> tuple[RolloutEngine, NativeEngine, Publish]:
     model = version(0)
     native = NativeEngine(KEEPING, model, letters_tokenizer())
-    engine = ReissuingEngine(native, keeps_cache=True) if asked_through_another else native
+    engine = ParkingEngine(native, PAUSE, continues)
 
     async def publish(number: int) -> None:
         await engine.park()
@@ -64,10 +65,12 @@ def with_weights_of_its_own(folder: Path) -> tuple[RolloutEngine, NativeEngine, 
         await replica.finish_update(number)
 
     asyncio.run(publish(0))
-    return replica, replica.native, publish
+    native = replica.native.inner
+    assert isinstance(native, NativeEngine)
+    return replica, native, publish
 
 
-ENGINES = [in_this_process, partial(in_this_process, asked_through_another=True), with_weights_of_its_own]
+ENGINES = [in_this_process, partial(in_this_process, continues=False), with_weights_of_its_own]
 
 
 async def sampled(native: NativeEngine, count: int) -> None:
@@ -75,7 +78,7 @@ async def sampled(native: NativeEngine, count: int) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("build", ENGINES, ids=["in this process", "asked through another", "weights of its own"])
+@pytest.mark.parametrize("build", ENGINES, ids=["in this process", "asked for the rest", "weights of its own"])
 def test_older_tokens_keep_the_keys_and_values_of_the_weights_that_read_them(build: Callable, tmp_path: Path):
     engine, native, publish = build(tmp_path)
 
@@ -104,20 +107,21 @@ def test_older_tokens_keep_the_keys_and_values_of_the_weights_that_read_them(bui
     assert native.core.counters.prompts_computed <= len(REQUESTS) * 2  # nothing was read twice
 
 
-def test_what_is_in_flight_has_the_tokens_that_wait_in_the_engine_and_goes_on_elsewhere():
+@pytest.mark.parametrize("continues", [True, False])
+def test_what_is_in_flight_has_the_tokens_that_wait_in_the_engine_and_goes_on_elsewhere(continues: bool):
     greedy = replace(SAMPLING, temperature=0.0)
     requests = [replace(request, sampling=greedy) for request in REQUESTS[:2]]
 
-    def engine() -> tuple[ReissuingEngine, NativeEngine]:
+    def engine() -> tuple[ParkingEngine, NativeEngine]:
         native = NativeEngine(KEEPING, small_model(tied=False), letters_tokenizer())
-        return ReissuingEngine(native, keeps_cache=True), native
+        return ParkingEngine(native, PAUSE, continues), native
 
     async def first() -> tuple[list[dict], list[list[Completion]]]:
         kept, native = engine()
         answers = [asyncio.ensure_future(kept.generate(request)) for request in requests]
         await sampled(native, 30)
         await kept.park()
-        saved = json.loads(json.dumps(await kept.in_flight()))
+        saved = json.loads(json.dumps(requests_as_json(await kept.in_flight())))
         await kept.resume()
         return saved, [await answer for answer in answers]
 
@@ -133,10 +137,14 @@ def test_what_is_in_flight_has_the_tokens_that_wait_in_the_engine_and_goes_on_el
     async def second() -> tuple[list[list[Completion]], float]:
         kept, native = engine()
         await kept.park()
-        kept.restore(saved)
+        kept.restore(requests_from_json(saved))
         answers = [asyncio.ensure_future(kept.generate(request)) for request in requests]
         await asyncio.sleep(0)
         await kept.resume()
+        await sampled(native, 12)
+        again = [sample.token_ids for one in await kept.in_flight() for sample in one.sampled]
+        assert all(now[: len(then)] == then for now, then in zip(again, tokens, strict=True))
+        assert sum(map(len, again)) == sum(map(len, tokens)) + native.core.counters.generated_tokens
         return [await answer for answer in answers], native.core.counters.generated_tokens
 
     resumed, count = asyncio.run(second())
@@ -147,7 +155,7 @@ def test_what_is_in_flight_has_the_tokens_that_wait_in_the_engine_and_goes_on_el
 def test_an_engine_sleeps_once_nothing_waits_in_its_cache():
     async def run() -> tuple[int, int]:
         native = NativeEngine(KEEPING, small_model(), letters_tokenizer())
-        engine = ReissuingEngine(native, keeps_cache=True)
+        engine = ParkingEngine(native, PAUSE)
         answer = asyncio.ensure_future(engine.generate(REQUESTS[0]))
         await sampled(native, 10)
         await engine.park()
@@ -163,11 +171,13 @@ def test_an_engine_sleeps_once_nothing_waits_in_its_cache():
     assert asyncio.run(run()) == (2, 0)
 
 
-def test_a_request_that_is_complete_is_in_flight_until_its_caller_knows():
+@pytest.mark.parametrize("parks", [True, False])
+def test_a_request_that_is_complete_is_in_flight_until_its_caller_knows(parks: bool):
     """Asked at any turn of the event loop, engine and callers together know every token once."""
 
     async def run(turns: int) -> None:
-        engine = NativeEngine(KEEPING, copy.deepcopy(small_model()), letters_tokenizer())
+        native = NativeEngine(KEEPING, copy.deepcopy(small_model()), letters_tokenizer())
+        engine = ParkingEngine(native, PAUSE, continues=True) if parks else native
         done: list[int] = []
 
         async def one(request: GenerationRequest) -> None:
@@ -178,7 +188,7 @@ def test_a_request_that_is_complete_is_in_flight_until_its_caller_knows():
         tasks = [asyncio.create_task(one(request)) for request in short]
         for _ in range(turns):
             await asyncio.sleep(0)
-        running = {saved["request_id"] for saved in await engine.in_flight()}
+        running = {request.request_id for request in await engine.in_flight()}
         assert running | set(done) == set(range(5)) and not running & set(done)
         await asyncio.gather(*tasks)
 

@@ -1,4 +1,4 @@
-"""Engines that cannot park: what they sampled until they are aborted stays, and the rest follows from it."""
+"""Engines that take no sampled tokens: what they sampled until they are aborted stays, and the rest follows from it."""
 
 import asyncio
 import copy
@@ -13,7 +13,8 @@ from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, own_l
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.reissuing import ReissuingEngine
+from verl.workers.rollout.parking import ParkingEngine
+from verl.workers.rollout.saved_requests import requests_as_json, requests_from_json
 
 SAMPLING = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
 GREEDY = replace(SAMPLING, temperature=0.0)
@@ -24,11 +25,11 @@ def varied_model() -> PreTrainedModel:
     return small_model(tied=False)
 
 
-def engine_of(model: PreTrainedModel) -> ReissuingEngine:
-    return ReissuingEngine(NativeEngine(CONFIG, model, letters_tokenizer()))
+def engine_of(model: PreTrainedModel) -> ParkingEngine:
+    return ParkingEngine(NativeEngine(CONFIG, model, letters_tokenizer()))
 
 
-async def parked_after(engine: ReissuingEngine, num_tokens: int) -> None:
+async def parked_after(engine: ParkingEngine, num_tokens: int) -> None:
     assert isinstance(engine.inner, NativeEngine)
     while engine.inner.core.counters.generated_tokens < num_tokens:
         await asyncio.sleep(0)
@@ -106,7 +107,7 @@ def test_another_process_goes_on_with_what_was_parked():
         engine = engine_of(varied_model())
         answers = [asyncio.ensure_future(engine.generate(request)) for request in requests(GREEDY)]
         await parked_after(engine, 40)
-        saved = json.loads(json.dumps(engine.parked()))
+        saved = json.loads(json.dumps(requests_as_json(await engine.in_flight())))
         for answer in answers:
             answer.cancel()
         return saved
@@ -118,7 +119,7 @@ def test_another_process_goes_on_with_what_was_parked():
     async def rest() -> tuple[list[list[int]], float]:
         engine = engine_of(varied_model())
         await engine.park()
-        engine.restore(saved)
+        engine.restore(requests_from_json(saved))
         answers = [asyncio.ensure_future(engine.generate(request)) for request in requests(GREEDY)]
         await engine.resume()
         tokens = [completion.token_ids for answer in answers for completion in await answer]
@@ -147,7 +148,7 @@ def test_an_answer_that_ended_before_the_park_is_not_sampled_again():
         sampling = replace(SAMPLING, n=6, ignore_eos=False)
         answer = asyncio.ensure_future(engine.generate(GenerationRequest(0, PROMPT, sampling)))
         await parked_after(engine, 24)
-        ended = {i: s["tokens"] for i, s in enumerate(engine.parked()[0]["samples"]) if s["stop_reason"]}
+        ended = {i: s.token_ids for i, s in enumerate((await engine.in_flight())[0].sampled) if not s.is_unfinished}
         assert 0 < len(ended) < 6
         await engine.resume()
         completions = await answer

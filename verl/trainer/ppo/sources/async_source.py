@@ -45,8 +45,9 @@ from verl.trainer.ppo.sources.trajectory_source import (
 )
 from verl.utils.errors import VerlError
 from verl.weight_sync.base import Receipt, WeightSync
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
+from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
+from verl.workers.rollout.saved_requests import requests_as_json, requests_from_json
 
 
 @dataclass(eq=False)
@@ -175,7 +176,7 @@ class AsyncSource(TrajectorySource):
         return receipt
 
     async def under_way(self) -> list[SampledSequence]:
-        in_flight = {saved["request_id"]: saved for saved in await self.collector.engine.in_flight()}
+        in_flight = {request.request_id: request for request in await self.collector.engine.in_flight()}
         for _ in range(2):  # what was complete when the engine was asked, or parked, reaches its group
             await asyncio.sleep(0)
         asked = [(flight.engine, flight.answers) for flight in self.flights.values() if flight.engine is not None]
@@ -316,7 +317,8 @@ class AsyncSource(TrajectorySource):
         self._saved, engine = None, self.collector.engine
         if engine.can_park:
             await engine.park()
-        engine.restore(saved["engine"])
+        in_flight = requests_from_json(saved["engine"])
+        engine.restore(in_flight)
         groups = sorted(group["group"] for group in saved["groups"])
         self.events.add("resumed", version=engine.version, groups=groups)
         rows = self.prompts.rows_of([group["row"] for group in saved["groups"]])
@@ -324,7 +326,7 @@ class AsyncSource(TrajectorySource):
             flight = Flight(group["group"], row, group["version"])
             flight.answers = trajectories_from_json(group["answers"], flight.number, row.index)
             flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
-            known = by_position(group.get("known_logprobs", []), flight.answers, saved["engine"])
+            known = by_position(group.get("known_logprobs", []), flight.answers, in_flight)
             flight.engine = self._engine_for(flight.number, known)
             self._send(flight)
         await self._until_sent()
@@ -342,9 +344,9 @@ class AsyncSource(TrajectorySource):
         requests = await self.collector.engine.in_flight()
         return self.state_dict(requests)
 
-    def state_dict(self, in_flight: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
+    def state_dict(self, in_flight: Sequence[GenerationRequest] = ()) -> dict[str, Any]:
         """The prompts that come next, what is under way with its tokens, and the order of admissions. `in_flight`: what
-        the engine says about its requests; without it, what is parked outside the engine."""
+        the engine says about its requests."""
         self.events.write()
         if self._saved is not None:  # nothing was taken since it was loaded
             return self._saved
@@ -359,7 +361,7 @@ class AsyncSource(TrajectorySource):
                 | {"known_logprobs": f.engine.known(f.answers) if f.engine else []}
                 for f in self.flights.values()
             ],
-            "engine": self.collector.engine.parked() if in_flight is None else in_flight,
+            "engine": requests_as_json(in_flight),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from verl.trainer.ppo.sources.group_filter import Group
 from verl.utils.errors import VerlError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
-from verl.workers.rollout.parking import samples_in_flight
 from verl.workers.rollout.wrapped import WrappedEngine
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
@@ -89,7 +88,7 @@ class PromptEngine(WrappedEngine):
         return completions
 
     def sequences(
-        self, answers: Sequence[Trajectory] | None, in_flight: dict[int, dict[str, Any]]
+        self, answers: Sequence[Trajectory] | None, in_flight: dict[int, GenerationRequest]
     ) -> list[SampledSequence]:
         """The sequences so far: the complete `answers`, or the turns and `in_flight` (by request, from the engine).
         A turn of a conversation is part of the next one."""
@@ -98,10 +97,9 @@ class PromptEngine(WrappedEngine):
             return [SampledSequence(self.group, tokens, [part]) for tokens, part in wholes]
         found = [([*request.prompt_ids, *c.token_ids], self._turn(request, n, c)) for request, n, c in self.turns]
         for request_id in sorted(self.open & in_flight.keys()):
-            prompt = in_flight[request_id]["prompt"]
-            for number, sample in samples_in_flight(in_flight[request_id]).items():
-                part = self._part(len(prompt), request_id, number, versions_of(sample["segments"]))
-                found.append(([*prompt, *sample["tokens"]], part))
+            request = in_flight[request_id]
+            for n, c in enumerate(request.sampled):
+                found.append(([*request.prompt_ids, *c.token_ids], self._turn(request, n, c)))
         out: list[SampledSequence] = []
         for tokens, part in found:
             earlier = next((one for one in out if tokens[: len(one.tokens)] == one.tokens), None)
@@ -144,8 +142,7 @@ class PromptEngine(WrappedEngine):
         return Part(first, versions, known)
 
     def _turn(self, request: GenerationRequest, sample: int, done: Completion) -> Part:
-        segments = done.segments or ((done.policy_version[1], len(done.token_ids)),)
-        return self._part(len(request.prompt_ids), request.request_id, sample, versions_of(segments))
+        return self._part(len(request.prompt_ids), request.request_id, sample, versions_of(done.all_segments))
 
     def _whole(self, number: int, answer: Trajectory) -> Part:
         """A complete answer, with what is known of its turns where they follow the same tokens as in their request."""

@@ -10,7 +10,7 @@ import torch
 
 from verl.data.trajectory import Trajectory
 from verl.trainer.ppo.sources.prompt_engine import ANSWER, versions_of, versions_of_answer
-from verl.workers.rollout.parking import samples_in_flight
+from verl.workers.rollout.base import GenerationRequest
 
 _TENSORS = {"tokens": torch.int64, "loss_mask": torch.bool, "rollout_logprobs": torch.float32}
 _PLAIN = (
@@ -45,17 +45,17 @@ def trajectories_from_json(saved: Sequence[dict[str, Any]] | None, group_id: int
 
 
 def by_position(
-    known: list[dict[str, Any]], answers: Sequence[Trajectory] | None, in_flight: Sequence[dict[str, Any]]
+    known: list[dict[str, Any]], answers: Sequence[Trajectory] | None, in_flight: Sequence[GenerationRequest]
 ) -> list[dict[str, Any]]:
     """Saved `PromptEngine.known`; earlier versions found log-probs again by the tokens and a digest of those before."""
     if not known or "before" not in known[0]:
         return known
     found = [(ANSWER, n, 0, a.tokens.tolist(), versions_of_answer(a).tolist()) for n, a in enumerate(answers or ())]
     for request in in_flight:
-        prompt, samples = request["prompt"], samples_in_flight(request)
-        for n, sample in samples.items():
-            versions = [-1] * len(prompt) + versions_of(sample["segments"]).tolist()
-            found.append((request["request_id"], n, len(prompt), prompt + sample["tokens"], versions))
+        prompt = request.prompt_ids
+        for n, sample in enumerate(request.sampled):
+            versions = [-1] * len(prompt) + versions_of(sample.all_segments).tolist()
+            found.append((request.request_id, n, len(prompt), prompt + sample.token_ids, versions))
     out = []
     for request_id, n, first, tokens, versions in found:
         logprobs: list[float | None] = [None] * len(tokens)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from verl.workers.rollout.engine_stats import Counters, DecodeTimes
 from verl.workers.rollout.native.cache_limits import CacheLimits
 from verl.workers.rollout.native.scheduler import (
     CachedPrompt,
-    ParkedSequence,
     PrefillBatch,
     PrefillRequest,
     RequestState,
@@ -25,7 +23,6 @@ from verl.workers.rollout.native.scheduler import (
     WaitingQueue,
     prompt_sharing,
 )
-from verl.workers.rollout.parking import Parking, saved_requests
 from verl.workers.rollout.request_limits import check_request
 from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
 
@@ -50,7 +47,6 @@ class NativeCore:
         self.counters, self.decode_times = Counters(), DecodeTimes()
         self.queue = WaitingQueue()
         self.states: dict[int, RequestState] = {}
-        self.parking = Parking()
         self.column, self.low, self.ragged = 0, 0, False
         self.table: RowTable | None = None
         self.cached_prompts: list[CachedPrompt] = []  # indexed by the decoder's slot
@@ -66,7 +62,7 @@ class NativeCore:
 
     @property
     def runnable(self) -> bool:  # `step` has something to do
-        return self.is_decoding or bool(self.parking.resuming) or len(self.queue) > 0
+        return self.is_decoding or len(self.queue) > 0
 
     def use_version(self, version: int) -> None:
         """Sample from weights of `version` from now on; running sequences keep count of it."""
@@ -75,32 +71,21 @@ class NativeCore:
             row.note_version(version, self.column + 1 - row.first_column)
         self.version = version
 
-    @torch.inference_mode()
-    def park(self) -> None:
-        """Take all sequences out of the KV cache and out of the queue, until `resume`."""
-        self.parking.park(self._running(), self.queue.remove(None))
-        if self.is_decoding:
-            self._remove_rows(list(range(self.table.count)))
+    def in_flight(self) -> list[GenerationRequest]:
+        """All requests, each with what was sampled of it so far."""
+        rows = self.table.rows if self.table is not None else []
+        running = {
+            (row.state.request.request_id, row.sample): self.table.so_far(n, self.column) for n, row in enumerate(rows)
+        }
 
-    def resume(self) -> None:
-        """Let what was parked go on, in the order in which it was parked, by the weights in use."""
-        arrived_since = self.queue.remove(None)
-        self.queue.push(*self.parking.resume(), *arrived_since)
+        def so_far(state: RequestState, sample: int) -> Completion:
+            now = state.completions.get(sample) or running.get((state.request.request_id, sample))
+            return now or state.before(sample)
 
-    def saved(self) -> list[dict[str, Any]]:
-        """All requests in flight, with their tokens so far, as JSON values."""
-        waiting = [*self.parking.states, *self.queue.waiting_states()]
-        unfinished = [*self._running(), *self.parking.resuming, *self.parking.sequences]
-        return saved_requests(self.states.values(), waiting, unfinished)
-
-    def take_back(self, state: RequestState, saved: dict[str, Any]) -> None:
-        """Let `state`, which was just submitted, go on from what `saved` said about its request."""
-        self.parking.take_back(state, saved)
-        if not state.waiting:
-            self.queue.remove(state.request.request_id)
-
-    def _running(self) -> list[ParkedSequence]:
-        return [self.table.parked(row, self.column) for row in range(self.table.count)] if self.is_decoding else []
+        return [
+            replace(state.request, sampled=tuple(so_far(state, n) for n in range(state.request.sampling.n)))
+            for state in self.states.values()
+        ]
 
     @property
     def allocated_rows(self) -> int:
@@ -112,7 +97,7 @@ class NativeCore:
         state = RequestState(request, self.version, stop_ids)
         self.states[request.request_id] = state
         self.queue.push(state)
-        self.counters.requests += 1
+        self.counters.requests += not request.sampled  # else it was counted when it came first
         return state
 
     @torch.inference_mode()
@@ -152,13 +137,10 @@ class NativeCore:
         rows = self.table.rows if self.table is not None else []
         aborted = [i for i, row in enumerate(rows) if request_id is None or row.state.request.request_id == request_id]
         finished = self._take_completed_requests([(i, "aborted") for i in aborted])
-        parked, waiting = self.parking.abort(request_id)
-        finished += parked
-        for state in (*removed, *waiting):
-            version = (state.submitted_version, self.version)
-            for number in range(state.started, state.request.sampling.n):
-                state.finish(number, Completion([], [], "aborted", version))
-            state.started = state.request.sampling.n
+        for state in removed:
+            for sample in state.waiting:
+                state.finish(sample, state.before(sample))
+            state.waiting = []
             if state.done and state not in finished:
                 finished.append(state)
         for state in finished:
@@ -167,7 +149,7 @@ class NativeCore:
 
     def reset(self) -> None:
         """Drop all requests in flight and free the KV cache."""
-        self.queue, self.states, self.parking = WaitingQueue(), {}, Parking()
+        self.queue, self.states = WaitingQueue(), {}
         self.free_cache()
 
     def free_cache(self) -> None:  # which no running sequence needs
@@ -181,9 +163,7 @@ class NativeCore:
             return []
         rows = self.limits.rows
         min_free = 1 if self.decoder.supports_mixed_batches or not running else -(-rows // _REFILL_DIVISOR)
-        resumed = self.parking.take(rows - running)
-        free = rows - running - len(resumed)
-        requests = resumed + self.queue.take(free, min_free, not self.decoder.supports_padded_prompts)
+        requests = self.queue.take(rows - running, min_free, not self.decoder.supports_padded_prompts)
         if not requests:
             return []
         self._ensure_rows(running + sum(len(r.samples) for r in requests))
@@ -191,7 +171,7 @@ class NativeCore:
         shared: list[PrefillRequest] = []
         unshared: list[PrefillRequest] = []
         for request in requests:
-            if request.parked is not None:
+            if request.goes_on:
                 unshared.append(request)
                 continue
             request.cached_prompt = self._find_cached(request.prompt)
@@ -359,7 +339,8 @@ class NativeCore:
         for (row, reason), tokens, logprobs in zip(ended, *columns, strict=True):
             sequence = table.rows[row]
             generated = slice(sequence.first_column - low, None)
-            sequence.finish(tokens[generated], logprobs[generated], reason)
+            done = sequence.completion(tokens[generated], logprobs[generated], reason)
+            sequence.state.finish(sequence.sample, done)
             if sequence.state.done:
                 finished.append(sequence.state)
         self._remove_rows(rows)

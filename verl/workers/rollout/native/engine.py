@@ -64,12 +64,7 @@ class NativeEngine(RolloutEngine):
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._asleep = self._is_parked = False
-        self._restored: dict[int, dict[str, Any]] = {}  # by request id, until `generate`
         self._published_write_counts = parameter_versions(model)
-
-    @property
-    def can_park(self) -> bool:  # type: ignore[override]
-        return self.decoder.supports_padded_prompts
 
     @property
     def version(self) -> int:
@@ -80,19 +75,13 @@ class NativeEngine(RolloutEngine):
         return self.decoder.copied_bytes
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        if self._asleep and not self._is_parked:
+        if self._asleep:
             raise WorkerError(0, "generate", "the native engine is asleep; call wake() first")
         if not self._is_parked and (self._driver is None or self._driver.done()):
             self._check_published()
         params = request.sampling
         eos = () if params.ignore_eos else self.eos_token_ids
-        state = self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
-        saved = self._restored.pop(request.request_id, None)
-        if saved is not None and saved["prompt"] == request.prompt_ids:  # a turn may begin otherwise than before
-            self.core.take_back(state, saved)
-            self.core.counters.requests -= 1  # the process that got it first has counted it
-            if not self._is_parked:  # it comes after the others went on
-                self.core.resume()
+        self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
         future = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
         self._start_driver()
@@ -120,28 +109,20 @@ class NativeEngine(RolloutEngine):
             self._driver.add_done_callback(take_exception)
 
     async def park(self) -> None:
+        """Stop sampling; what runs keeps its KV cache, also over an update of the weights, until `resume`."""
         self._is_parked = True
-        if self.config.kv_cache_on_publish == "recompute":
-            self.core.park()
 
     async def resume(self) -> None:
         if self._is_parked:
             self._is_parked = False
-            self.core.resume()
             if self.core.runnable:
                 self._check_published()
             self._start_driver()
 
-    def parked(self) -> list[dict[str, Any]]:
-        return self.core.saved()
-
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         while any(future.done() for future in self._futures.values()):  # complete, and its caller does not know yet
             await asyncio.sleep(0)
-        return self.parked()
-
-    def restore(self, parked: Sequence[dict[str, Any]]) -> None:
-        self._restored = {saved["request_id"]: saved for saved in parked}
+        return self.core.in_flight()
 
     async def _drive(self) -> None:
         """Consumes submitted requests; runs while any can go on; unblocked by `generate` and `resume`."""
@@ -196,9 +177,7 @@ class NativeEngine(RolloutEngine):
             )
 
     async def sleep(self) -> None:
-        if self._is_parked and self.core.is_decoding:  # kv_cache_on_publish=keep_kv: nothing can be freed
-            return
-        if self.core.busy and not self._is_parked:
+        if self.core.busy:
             raise WorkerError(
                 0, "sleep", f"{len(self.core.states)} requests are in flight; await or abort() them before sleep()"
             )

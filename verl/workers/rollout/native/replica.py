@@ -20,6 +20,7 @@ from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, ReadBack, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.native.engine import NativeEngine, eos_ids
+from verl.workers.rollout.parking import ASK_AGAIN, PAUSE, ParkingEngine
 
 
 class NativeReplica(CopyingEngine):
@@ -43,11 +44,11 @@ class NativeReplica(CopyingEngine):
         model = HFModelConfig(path=str(model_path), override_config=config.engine_kwargs.native.get("hf_overrides", {}))
         self.model = load_causal_lm(model_path, config=build_config(model)[0]).to(self.device).requires_grad_(False)
         self.eos_token_ids = tuple(dict.fromkeys((*eos_ids(self.model, tokenizer), *eos_token_ids)))
-        self._native: NativeEngine | None = None  # from the first weights on
+        self._native: ParkingEngine | None = None  # from the first weights on
         self._arrived: dict[str, Tensor] = {}
 
     @property
-    def native(self) -> NativeEngine:
+    def native(self) -> ParkingEngine:
         """The engine; WorkerError before the first weights are there."""
         if self._native is None:
             raise WorkerError(self.replica, "generate", "no weights were published yet; publish before sampling")
@@ -57,15 +58,7 @@ class NativeReplica(CopyingEngine):
     def version(self) -> int:
         return -1 if self._native is None else self._native.version
 
-    async def generate(self, request: GenerationRequest, saved: dict[str, Any] | None = None) -> list[Completion]:
-        """`saved` is what `in_flight` of an earlier process said about the request, which goes on from there."""
-        if saved is not None:
-            await self.native.park()
-            self.native.restore([saved])
-            resuming = asyncio.create_task(self.native.resume())  # after the requests that arrived with this one
-            completions = await self.native.generate(request)
-            await resuming
-            return completions
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
         return await self.native.generate(request)
 
     async def stream(self, request: GenerationRequest, on_tokens: TokenCallback) -> list[Completion]:
@@ -75,7 +68,7 @@ class NativeReplica(CopyingEngine):
         if self._native is not None:
             await self._native.abort(request_id)
 
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         return [] if self._native is None else await self._native.in_flight()
 
     async def begin_update(self) -> None:
@@ -113,7 +106,9 @@ class NativeReplica(CopyingEngine):
         if self._native is None:
             for name, parameter in parameters.items():  # tied ones keep sharing it
                 parameter.data = parameter.data.to(arrived[name].dtype)
-            self._native = NativeEngine(self.config, self.model, self.tokenizer, self.device, self.eos_token_ids)
+            native = NativeEngine(self.config, self.model, self.tokenizer, self.device, self.eos_token_ids)
+            parks = PAUSE if self.config.kv_cache_on_publish == "keep_kv" else ASK_AGAIN
+            self._native = ParkingEngine(native, parks, continues=True)
         started = time.perf_counter()
         await self._native.park()
         for name, parameter in parameters.items():

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,27 @@ from verl.workers.rollout.native.sampling import SamplingTensors, add_bias, most
 
 @dataclass
 class RequestState:
-    """A request in flight: the number of samples started, and the completions that are done."""
+    """A request in flight: the samples that wait for a row, by number, and the completions that are done."""
 
     request: GenerationRequest
     submitted_version: int
     stop_ids: tuple[int, ...]
-    started: int = 0
-    completions: dict[int, Completion] = field(default_factory=dict)
+    waiting: list[int] = field(init=False)
+    completions: dict[int, Completion] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.completions = {n: done for n, done in enumerate(self.request.sampled) if not done.is_unfinished}
+        self.waiting = [n for n in range(self.request.sampling.n) if n not in self.completions]
+
+    def before(self, sample: int) -> Completion:
+        """What was sampled of it before the request came."""
+        sampled = self.request.sampled
+        return sampled[sample] if sampled else Completion.empty(self.submitted_version)
 
     @property
-    def waiting(self) -> int:
-        return self.request.sampling.n - self.started
+    def longest(self) -> int:
+        """Tokens of the prompt, and of the longest sample so far."""
+        return len(self.request.prompt_ids) + max((len(c.token_ids) for c in self.request.sampled), default=0)
 
     @property
     def done(self) -> bool:
@@ -56,48 +66,45 @@ class RunningSequence:
     state: RequestState
     sample: int
     first_column: int  # column of its first generated token
-    first_version: int
     cached_prompt: CachedPrompt | None  # None if its prompt is in its own row
-    alternatives: list[Alternatives] | None = None  # of each token so far, if the request asks for them
-    later_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens sampled before it)
+    alternatives: list[Alternatives] | None  # of each token so far, if the request asks for them
+    starts: list[tuple[int, int]]  # (version, tokens sampled before it), ascending
+
+    @classmethod
+    def going_on(cls, state: RequestState, sample: int, column: int, cached: CachedPrompt | None) -> "RunningSequence":
+        """A sample with the tokens before it came, of which the first is in `column`."""
+        before, starts, count = state.before(sample), list[tuple[int, int]](), 0
+        for version, num_tokens in before.all_segments:
+            starts.append((version, count))
+            count += num_tokens
+        return cls(state, sample, column, cached, before.alternatives and [*before.alternatives], starts)
 
     def note_version(self, version: int, num_tokens: int) -> None:
         """From the token with index `num_tokens` on, `version` samples."""
-        if self.later_versions and self.later_versions[-1][1] == num_tokens:
-            self.later_versions.pop()
-        self.later_versions.append((version, num_tokens))
+        if self.starts and self.starts[-1][1] == num_tokens:
+            self.starts.pop()
+        if not self.starts or self.starts[-1][0] != version:
+            self.starts.append((version, num_tokens))
 
-    @property
-    def newest_version(self) -> int:
-        return self.later_versions[-1][0] if self.later_versions else self.first_version
-
-    def finish(self, tokens: list[int], logprobs: list[float], reason: str) -> None:
-        """Note its completion, with the versions that sampled its tokens."""
-        starts = [(self.first_version, 0), *self.later_versions]
-        ends = [start for _, start in starts[1:]] + [len(tokens)]
-        parts = [(version, end - start) for (version, start), end in zip(starts, ends, strict=True) if end > start]
-        versions, segments = (parts[0][0], parts[-1][0]), tuple(parts) if len(parts) > 1 else ()
-        self.state.finish(self.sample, Completion(tokens, logprobs, reason, versions, self.alternatives, segments))
-
-
-@dataclass(eq=False)
-class ParkedSequence:
-    """An unfinished completion without a KV cache; `place` orders those that are parked."""
-
-    row: RunningSequence
-    tokens: list[int]
-    logprobs: list[float]
-    place: int = 0
+    def completion(self, tokens: list[int], logprobs: list[float], reason: str) -> Completion:
+        """Its answer, with the versions that sampled its tokens."""
+        ends = [start for _, start in self.starts[1:]] + [len(tokens)]
+        parts = [(v, end - start) for (v, start), end in zip(self.starts, ends, strict=True) if end > start]
+        return Completion.of(tokens, logprobs, reason, parts, self.alternatives and [*self.alternatives])
 
 
 @dataclass
 class PrefillRequest:
     """One prompt and the (state, sample) pairs that continue it."""
 
-    prompt: list[int]
+    prompt: list[int]  # ends with the tokens so far of a sample that goes on, which is the only one
     samples: list[tuple[RequestState, int]]
     cached_prompt: CachedPrompt | None = None  # if set, it needs no prefill
-    parked: ParkedSequence | None = None  # the only sample, which goes on; its tokens are the end of `prompt`
+
+    @property
+    def goes_on(self) -> bool:
+        state, sample = self.samples[0]
+        return bool(state.before(sample).token_ids)
 
     @property
     def is_group(self) -> bool:
@@ -131,7 +138,7 @@ class WaitingQueue:
         self._states: deque[RequestState] = deque()
 
     def __len__(self) -> int:
-        return sum(state.waiting for state in self._states)
+        return sum(len(state.waiting) for state in self._states)
 
     def push(self, *states: RequestState) -> None:
         self._states.extend(states)
@@ -144,33 +151,31 @@ class WaitingQueue:
             (removed if request_id in (None, state.request.request_id) else self._states).append(state)
         return removed
 
-    def waiting_states(self) -> list[RequestState]:
-        return list(self._states)
-
     def has(self, prompt: list[int]) -> bool:
         return any(state.request.prompt_ids == prompt for state in self._states)
 
     def longest_prompt(self) -> int:
-        return max((len(s.request.prompt_ids) for s in self._states), default=0)
+        return max((state.longest for state in self._states), default=0)
 
     def take(self, free: int, min_free: int, same_length: bool) -> list[PrefillRequest]:
         """Prompts to schedule now; none while `free` is less than `min_free` and less than the waiting samples."""
         if free < min(min_free, len(self)) or not self._states:
             return []
-        groups: dict[tuple[int, ...], PrefillRequest] = {}
-        length = len(self._states[0].request.prompt_ids)
-        still_waiting: deque[RequestState] = deque()
+        groups: dict[tuple[Any, ...], PrefillRequest] = {}
+        length, still_waiting = 0, deque[RequestState]()
         while self._states and free:
             state = self._states.popleft()
-            prompt = state.request.prompt_ids
-            if same_length and len(prompt) != length:
-                still_waiting.append(state)
-                continue
-            count = min(free, state.waiting)
-            request = groups.setdefault(tuple(prompt), PrefillRequest(prompt, []))
-            request.samples.extend((state, state.started + i) for i in range(count))
-            state.started += count
-            free -= count
+            fresh, candidates, state.waiting = tuple(state.request.prompt_ids), state.waiting, []
+            for number in candidates:
+                tokens = state.before(number).token_ids
+                length = length or len(fresh) + len(tokens)
+                if not free or (same_length and len(fresh) + len(tokens) != length):
+                    state.waiting.append(number)
+                    continue
+                key = (id(state), number) if tokens else fresh
+                request = groups.setdefault(key, PrefillRequest(state.request.prompt_ids + tokens, []))
+                request.samples.append((state, number))
+                free -= 1
             if state.waiting:
                 still_waiting.append(state)
         self._states = still_waiting + self._states
@@ -254,12 +259,13 @@ class RowTable:
         self._sampling_steps = None
         entering: list[RunningSequence] = []
         for request in requests:
-            if request.parked is not None:
-                self._put_tokens(self.count + len(entering), request.parked, column, version)
-                entering.append(request.parked.row)
-                continue
             for state, number in request.samples:
-                entering.append(RunningSequence(state, number, column, version, request.cached_prompt))
+                before = state.before(number)
+                first, place = column - len(before.token_ids), self.count + len(entering)
+                self.tokens[place, first:column] = torch.tensor(before.token_ids, device=self.device)
+                self.logprobs[place, first:column] = torch.tensor(before.logprobs, device=self.device)
+                entering.append(RunningSequence.going_on(state, number, first, request.cached_prompt))
+                entering[-1].note_version(version, len(before.token_ids))
         rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
         integers = []
         for row, sampling in zip(entering, params, strict=True):
@@ -280,20 +286,11 @@ class RowTable:
         self.stop_ids[rows] = torch.tensor([[*ids, *[-1] * (width - len(ids))] for ids in stops])
         self.rows += entering
 
-    def _put_tokens(self, number: int, parked: ParkedSequence, column: int, version: int) -> None:
-        """Let row `number` go on at `column` with the token after those of `parked`."""
-        sampled, row = slice(column - len(parked.tokens), column), parked.row
-        row.first_column, row.cached_prompt = sampled.start, None
-        if version != row.newest_version:
-            row.note_version(version, len(parked.tokens))
-        self.tokens[number, sampled] = torch.tensor(parked.tokens, device=self.device)
-        self.logprobs[number, sampled] = torch.tensor(parked.logprobs, device=self.device)
-
-    def parked(self, number: int, column: int) -> ParkedSequence:
-        """The sequence of a row whose newest token is in `column`."""
+    def so_far(self, number: int, column: int) -> Completion:
+        """The unfinished answer of a row whose newest token is in `column`."""
         sampled = slice(self.rows[number].first_column, column + 1)
         tokens, logprobs = self.tokens[number, sampled].tolist(), self.logprobs[number, sampled].tolist()
-        return ParkedSequence(self.rows[number], tokens, logprobs)
+        return self.rows[number].completion(tokens, logprobs, "aborted")
 
     def compact(self, finished: list[int]) -> RowMoves:
         """Remove rows and move the last rows into their places."""

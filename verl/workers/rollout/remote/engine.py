@@ -67,7 +67,6 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         self._silent_s = 0.0
         self._given_up = ""
         self._together: list[_Call] = []  # requests of this turn of the event loop
-        self._restored: dict[int, dict[str, Any]] = {}  # by request id, until `generate`
         if server is None:
             server = LocalServer(config.server.python, get_platform().rollout_environment(devices))
         self.server: Server = server
@@ -239,9 +238,7 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         """Requests of one turn of the event loop reach the server together, so that it begins with all of them."""
         if not self._together:
             asyncio.get_running_loop().call_soon(self._send_together)
-        saved = self._restored.pop(request.request_id, None)
-        more = {} if saved is None else {"saved": saved}
-        return await self._await_answer(request, self._call("generate", request=request, **more))
+        return await self._await_answer(request, self._call("generate", request=request))
 
     async def stream(self, request: GenerationRequest, on_tokens: TokenCallback) -> list[Completion]:
         loop = asyncio.get_running_loop()
@@ -268,11 +265,8 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
     async def resume(self) -> None:
         await self._call_async("resume")
 
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         return await self._call_async("in_flight")
-
-    def restore(self, parked: Sequence[dict[str, Any]]) -> None:
-        self._restored = {saved["request_id"]: saved for saved in parked}
 
     async def begin_update(self) -> None:
         await self._call_async("begin_update")

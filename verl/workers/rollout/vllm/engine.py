@@ -293,10 +293,10 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         self.llm.engine_core.engine_core.resume_scheduler()
         self._start_driver()
 
-    async def in_flight(self) -> list[dict[str, Any]]:
+    async def in_flight(self) -> list[GenerationRequest]:
         while any(pending.future.done() for pending in self._unanswered.values()):  # its caller does not know yet
             await asyncio.sleep(0)
-        return [pending.saved() for pending in self._unanswered.values()]
+        return [pending.so_far(self._version) for pending in self._unanswered.values()]
 
     async def flush_cache(self) -> None:
         """Drop the KV cache of older weights; running requests recompute theirs."""

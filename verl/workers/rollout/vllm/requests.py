@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.utils.seeds import derive_seed
@@ -27,10 +27,9 @@ class PendingRequest:
             ranked = sorted(((i, c.logprob) for i, c in candidates.items()), key=lambda pair: -pair[1])
             sample.alternatives.append(ranked[:top])
 
-    def saved(self) -> dict[str, Any]:
-        """The tokens sampled so far, as JSON values for `RolloutEngine.in_flight`."""
-        samples = [sample.saved() for sample in self.samples]
-        return {"request_id": self.request.request_id, "prompt": self.request.prompt_ids, "samples": samples}
+    def so_far(self, version: int) -> GenerationRequest:
+        """The request with what was sampled of it; `version` samples now."""
+        return replace(self.request, sampled=tuple(sample.completion(version) for sample in self.samples))
 
 
 def sampling_params(request: GenerationRequest, sample: int, eos_token_ids: Sequence[int]) -> Any:
