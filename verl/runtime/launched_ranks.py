@@ -15,6 +15,8 @@ import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from verl.runtime.stall_watch import StallWatch
 from verl.utils.errors import WorkerError
 from verl.utils.process_end import exit_now
 
+CALL_LIMIT = timedelta(days=100)  # between two calls: the first rank may read rows, or copy checkpoints, for hours
 _LATER, _LATER_S = 0.1, 1.0  # of the timeout and at least: by this a rank's thread comes after that of the one before
 
 
@@ -63,13 +66,13 @@ class LaunchedGroup(WorkerGroup):
                 self._is_served = False
 
     def _send(self, messages: list[Any]) -> None:
-        dist.scatter_object_list([None], messages)
+        dist.scatter_object_list([None], messages, group=group_of_calls())
 
     def _reply(self, method: str, run: Callable[[], Any]) -> list[Any]:
         self._is_served = False
         replies: list[Any] = [None] * self.layout.world_size
         with _ends_if_rank_lost(method, self.root):
-            dist.gather_object((run(), False), replies)
+            dist.gather_object((run(), False), replies, group=group_of_calls())
         self._is_served = True
         if any(is_signalled for _, is_signalled in replies) and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
             signal.raise_signal(signal.SIGTERM)  # ignored once the driver has been told
@@ -86,15 +89,21 @@ def serve() -> None:
     method = "__init__"
     with _ends_if_rank_lost(lambda: method, root, signals), _watch_each_other("fit", stall_timeout_s):
         worker = factory()
-        dist.gather_object((None, bool(signals)))
+        dist.gather_object((None, bool(signals)), group=group_of_calls())
         while (message := _received()) is not None:
             method, args = message
-            dist.gather_object((attrgetter(method)(worker)(*args), bool(signals)))
+            dist.gather_object((attrgetter(method)(worker)(*args), bool(signals)), group=group_of_calls())
+
+
+@cache
+def group_of_calls() -> dist.ProcessGroup:
+    """The process group of calls and replies; all ranks ask for it first when they have joined."""
+    return dist.new_group(backend="gloo", timeout=CALL_LIMIT)
 
 
 def _received() -> Any:
     message = [None]
-    dist.scatter_object_list(message)
+    dist.scatter_object_list(message, group=group_of_calls())
     return message[0]
 
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import RankError, run_ranks
-from verl.runtime import launched_ranks
+from verl.runtime import launched_ranks, rank
 from verl.runtime.launched_ranks import LaunchedGroup, serve
 from verl.trainer.run.interrupt import BeforeFirstStep
 from verl.utils.errors import Interrupted
@@ -49,6 +51,23 @@ def test_all_ranks_answer_in_order_and_end_with_the_group(tmp_path: Path):
 
 def test_a_signal_of_another_rank_reaches_the_first_one(tmp_path: Path):
     assert run_ranks(3, drive, tmp_path, "signal")[0] == (([10, 11, 12], [0, 2, 4]), [signal.SIGTERM])
+
+
+def drive_late(folder: Path, late_s: float) -> Any:
+    launched_ranks.group_of_calls()
+    if dist.get_rank():
+        return serve()
+    time.sleep(late_s)  # it reads rows
+    group = LaunchedGroup(Worker, folder, stall_timeout_s=0.0)
+    time.sleep(late_s)  # it copies a checkpoint
+    added = group.broadcast("add", 10)
+    group.close()
+    return added
+
+
+def test_the_others_wait_for_a_call_for_as_long_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank, "COLLECTIVE_TIMEOUT", timedelta(seconds=1.5))  # of collectives between ranks
+    assert run_ranks(2, drive_late, tmp_path, 3.0)[0] == [10, 11]
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path):

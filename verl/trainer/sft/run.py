@@ -58,8 +58,10 @@ def run_sft(
 def _join_launched(config: SFTConfig) -> None:
     """Join the other ranks, if a launcher has started some."""
     from verl.plugin.platform import choose_platform
+    from verl.runtime.launched_ranks import group_of_calls
     from verl.runtime.rank import RankInfo
 
     choose_platform(config.trainer.device)
     if (rank := RankInfo.from_environment()).world_size > 1:
         rank.init_process_group()
+        group_of_calls()
