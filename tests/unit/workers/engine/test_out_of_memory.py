@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from tests.ranks import run_ranks
-from tests.tiers import each_once
+from tests.tiers import each_once, slow
 from verl.config import load_config
 from verl.config.actor import SFT_BATCHING_KEYS
 from verl.data.metrics import Metrics
@@ -244,7 +244,7 @@ def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, 
 COPIES = {"fsdp_size": 2}  # of the parameters, on each two of four ranks
 
 
-@pytest.mark.parametrize("place", ["layer", "backward", "after the layers"])
+@pytest.mark.parametrize("place", ["backward", *slow(["layer", "after the layers"])])
 def test_a_rank_that_shares_a_copy_of_the_parameters_does_not_keep_the_others_waiting(folder, place):
     expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
     for weights, restarts in run_ranks(4, train_on_four, folder, place, COPIES):
@@ -303,8 +303,8 @@ def gradients_with_a_failed_allocation(folder, settings: dict) -> tuple[dict, li
     ("settings", "calls"),
     [
         ({}, 15),  # root and layers, of two micro-batches, and one reduction each
-        ({"forward_prefetch": True}, 15),
-        ({"reshard_after_forward": False}, 15),
+        pytest.param({"forward_prefetch": True}, 15, marks=pytest.mark.slow),
+        pytest.param({"reshard_after_forward": False}, 15, marks=pytest.mark.slow),
         ({"fsdp_size": 1}, 3),
     ],
     ids=str,

@@ -90,9 +90,19 @@ OPTIONS = {
 }
 
 
+def train_by_each_option(folder) -> dict[str, dict[str, Any]]:
+    return {option: train(folder, settings, 2) for option, settings in OPTIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folders):
+    """What each of two ranks trained, by option: they start once for all options."""
+    return run_ranks(2, train_by_each_option, folders[0])
+
+
 @pytest.mark.parametrize("option", OPTIONS)
-def test_two_ranks_train_like_one(folders, option):
-    assert_same_training(run_ranks(2, train, folders[0], OPTIONS[option], 2), train(folders[0], OPTIONS[option]))
+def test_two_ranks_train_like_one(folders, on_two_ranks, option):
+    assert_same_training([rank[option] for rank in on_two_ranks], train(folders[0], OPTIONS[option]))
 
 
 def test_two_ranks_train_a_model_with_a_head_of_its_own_like_one(folders):
