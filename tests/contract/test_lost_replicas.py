@@ -262,6 +262,7 @@ def test_the_ranks_of_a_sharded_trainer_survive_a_replica_that_dies_in_a_publish
         group.close()
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_where_a_killed_replica_ended(started: Callable[..., Run], caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
     run = started(max_restarts=1)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from tests.tiers import slow
 from verl.commands.quickstart.small_model import small_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
 PPO = ["algorithm.adv_estimator=gae", "critic.fsdp.dtype=float32", f"{ARR}.actor.use_kl_loss=True"]
 
 
-@pytest.mark.parametrize("extra", [["algorithm.adv_estimator=grpo"], PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("extra", [*slow([["algorithm.adv_estimator=grpo"]]), PPO], ids=["grpo", "ppo"])
 def test_main_ppo_trains_on_gsm8k_rows(prepared: Path, tmp_path: Path, extra: list[str]):
     command = [
         sys.executable,

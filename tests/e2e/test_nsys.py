@@ -37,6 +37,7 @@ def run(folder: Path, *extra: str) -> list[list]:
     return standin_nsys.notes(folder / "bin")
 
 
+@pytest.mark.slow
 def test_ranks_start_under_nsys_and_mark_the_stages_of_the_chosen_steps(tmp_path):
     option = "global_profiler.global_tool_config.nsys.worker_nsight_options.trace=nvtx"
     found = run(

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.jobs import metrics
 from tests.e2e.test_sft_examples import SMALL, folder, run
+from tests.tiers import slow
 from verl.data.data_files import FileRows
 
 PREPARE = "examples/data_preprocess/gsm8k_preferences.py"
@@ -14,7 +15,7 @@ PREPARE = "examples/data_preprocess/gsm8k_preferences.py"
 __all__ = ["folder"]  # a fixture
 
 
-@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+@pytest.mark.parametrize("kind", [*slow(["dpo"]), "reward_model"])
 def test_the_example_trains_on_the_pairs_it_prepared(folder: Path, kind: str):
     pairs, out = folder / "pairs", folder / kind / "out"
     run(folder, sys.executable, PREPARE, "--local_dataset_path", f"{folder}/raw", "--local_save_dir", str(pairs))

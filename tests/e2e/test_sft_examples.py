@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.e2e.jobs import metrics
+from tests.tiers import slow
 from verl.data.data_files import FileRows
 
 PREPARE = "examples/data_preprocess/gsm8k_multiturn_sft.py"
@@ -51,7 +52,7 @@ def run(folder: Path, *command: str, **extra: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["gsm8k/run_qwen3_0_6b.sh", *slow(["multiturn/run_qwen2_5_0_5b_fsdp.sh"])])
 def test_the_example_trains_on_the_rows_it_prepared(folder: Path, script: str):
     name = Path(script).stem
     prepare(folder, *SCRIPTS[script], "--local_save_dir", str(folder / name))
