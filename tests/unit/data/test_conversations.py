@@ -60,12 +60,6 @@ def test_without_a_template_an_answer_ends_with_end_of_sequence(tmp_path: Path):
     assert trained_text(tokenizer, item) == "cd<eos>"
 
 
-def test_too_long_conversations_are_refused_with_file_and_row(tmp_path: Path):
-    rows = [chat("ab", "c"), chat("ab", "cdefgh")]
-    with pytest.raises(DataError, match=r"rows.jsonl.*2.*9 tokens.*max_length is 5"):
-        dataset(tmp_path, rows, make_tokenizer("abcdefgh"), max_length=5)
-
-
 def test_truncation_keeps_the_side_that_was_asked_for(tmp_path: Path):
     tokenizer = make_tokenizer("abcdefgh")
     left = dataset(tmp_path, [chat("ab", "cdefgh")], tokenizer, max_length=5, truncation="left")
@@ -85,11 +79,6 @@ def test_a_table_of_questions_and_answers_is_conversations(tmp_path: Path):
     written = {"question": '[{"role": "user", "content": "a"}]', "answer": "b"}
     (note,) = dataset(tmp_path, [row, written], make_tokenizer(written["question"]), **keys).notes
     assert "1 rows have a list of {role, content} as text" in note
-
-
-def test_a_conversation_without_an_answer_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="no assistant message"):
-        dataset(tmp_path, [chat("ab")], make_tokenizer("abcdefgh"))
 
 
 @pytest.fixture
@@ -250,18 +239,6 @@ def test_rows_that_lose_every_answer_to_truncation_are_left_out_and_counted(tmp_
     assert len(longer) == 2 and longer.digest != data.digest  # a resumed run would count other rows
 
 
-def test_rows_with_images_are_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="only text conversations"):
-        dataset(tmp_path, [chat("ab", "c") | {"images": ["x.png"]}], make_tokenizer("abcdefgh"))
-    with pytest.raises(DataError, match=r"line 2.*only text conversations"):
-        dataset(tmp_path, [chat("ab", "c") | {"images": value} for value in ([], 3)], make_tokenizer("abcdefgh"))
-
-
-def test_messages_as_text_are_refused_with_the_reason(tmp_path: Path):
-    with pytest.raises(DataError, match=r"'messages' is a string, expected a list .*parse it if it is JSON"):
-        dataset(tmp_path, [{"messages": json.dumps(chat("ab", "c")["messages"])}], make_tokenizer("abcdefgh"))
-
-
 def test_a_column_that_turns_thinking_off_may_hold_words(tmp_path: Path, qwen3):
     def texts(value: Any) -> list[str]:
         data = dataset(tmp_path, [chat("Hi", "Yes") | {"enable_thinking": value}], qwen3)
@@ -299,3 +276,20 @@ def test_a_dataset_class_of_the_user_is_used_and_its_padding_dropped(tmp_path: P
         return load_conversations(str(tmp_path / "read.parquet"), make_tokenizer("abc"), config).digest
 
     assert digest("one") == digest("one") != digest("two")  # a resumed run would count other rows
+
+
+REFUSED = {
+    r"rows.jsonl.*2.*9 tokens.*max_length is 5": [chat("ab", "c"), chat("ab", "cdefgh")],
+    "no assistant message": [chat("ab")],
+    r"line 1.*only text conversations": [chat("ab", "c") | {"images": ["x.png"]}],
+    r"line 2.*only text conversations": [chat("ab", "c") | {"images": value} for value in ([], 3)],
+    r"'messages' is a string, expected a list .*parse it if it is JSON": [{"messages": json.dumps([])}],
+}
+
+
+@pytest.mark.parametrize(("message", "rows"), REFUSED.items())
+def test_rows_that_cannot_be_used_are_refused_with_the_place_and_the_reason(
+    tmp_path: Path, message: str, rows: list[dict[str, Any]]
+):
+    with pytest.raises(DataError, match=message):
+        dataset(tmp_path, rows, make_tokenizer("abcdefgh"), max_length=5)

@@ -275,15 +275,6 @@ def test_a_published_loss_may_assert_the_class_of_its_config():
     assert config.rollout_n == 4 and losses.make_actor_loss(config) is not None
 
 
-def test_a_loss_without_rollout_is_weights_is_refused_with_a_sentence():
-    @register_policy_loss("older")
-    def older(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
-        return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode), {}
-
-    with pytest.raises(ConfigError, match=r"'older' cannot be called: .*'rollout_is_weights'.*add what is missing"):
-        losses.make_actor_loss(config_for("older"))
-
-
 def test_a_plain_enum_member_registers_under_its_value():
     class Mine(Enum):
         OURS = "ours_by_enum"
@@ -304,15 +295,6 @@ def test_names_that_are_unknown_or_taken_are_value_errors():
         register_policy_loss("vanilla")(outside_ppo)
 
 
-def test_a_loss_that_returns_no_metrics_is_refused_with_what_it_returned():
-    @register_policy_loss("bare")
-    def bare(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-        return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode)
-
-    with pytest.raises(ConfigError, match=r"'bare' .* returned Tensor; it must return \(loss, metrics"):
-        losses.make_actor_loss(config_for("bare"))
-
-
 def test_an_outside_loss_gets_the_importance_weights_and_they_are_not_applied_twice():
     @register_policy_loss("weighed")
     def weighed(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
@@ -327,3 +309,20 @@ def test_an_outside_loss_gets_the_importance_weights_and_they_are_not_applied_tw
     expected = -batch["advantages"] * batch["rollout_is_weights"] * batch["loss_weights"]
     torch.testing.assert_close(leaf.grad, expected.to(leaf.dtype), rtol=1e-10, atol=1e-12)
     assert not losses.get_policy_loss("weighed").function.ignores_weights(config_for("weighed"))
+
+
+def test_a_loss_of_another_form_is_refused_with_what_it_lacks():
+    @register_policy_loss("older")
+    def older(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
+        return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode), {}
+
+    @register_policy_loss("bare")
+    def bare(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode)
+
+    for name, said in {
+        "older": "cannot be called: .*'rollout_is_weights'.*add what is missing",
+        "bare": r".*returned Tensor; it must return \(loss, metrics",
+    }.items():
+        with pytest.raises(ConfigError, match=f"'{name}' {said}"):
+            losses.make_actor_loss(config_for(name))

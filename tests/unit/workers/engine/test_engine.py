@@ -343,13 +343,10 @@ def test_a_family_whose_value_head_has_another_name_is_no_critic_on_any_rank(tmp
         load_value_model(tmp_path, structure_only=structure_only)
 
 
-def test_a_token_that_the_model_has_no_embedding_for_is_named(folder):
-    batch = random_batch()
+def test_a_token_without_embedding_and_an_output_that_is_not_there_are_named(folder):
+    batch, engine = random_batch(), build_engine(folder)
+    with pytest.raises(ConfigError, match="values"):
+        engine.forward(batch, ("values",))
     batch["tokens"][5] = 61
     with pytest.raises(ConfigError, match="token 61 is not among the 61"):
-        build_engine(folder).forward_backward(batch, SquaredLogprob())
-
-
-def test_an_output_the_model_has_not_is_refused(folder):
-    with pytest.raises(ConfigError, match="values"):
-        build_engine(folder).forward(random_batch(), ("values",))
+        engine.forward_backward(batch, SquaredLogprob())
