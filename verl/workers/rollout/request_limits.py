@@ -40,6 +40,12 @@ def check_request(
             f"request {request.request_id}: n={params.n} and max_tokens={params.max_tokens} must be at least 1, "
             f"top_p={params.top_p} in (0, 1], temperature={params.temperature} 0 or in [{lowest:g}, {highest:g}]"
         )
+    sampled = request.sampled
+    if len(sampled) not in (0, params.n) or (sampled and not any(sample.is_unfinished for sample in sampled)):
+        raise DataError(
+            f"request {request.request_id} comes with {len(sampled)} samples, n={params.n}; give none or all of them, "
+            "one of which is unfinished"
+        )
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
         wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
         raise DataError(f"request {request.request_id}: token id {wrong} of the prompt is not in 0 to {vocab_size - 1}")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.rollout_adapters import CONFIG, PROMPT, letters_tokenizer, small_model
 from tests.unit.models.test_decoder import GENERIC, tiny_model
+from verl.utils.errors import DataError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native.core import NativeCore
 from verl.workers.rollout.native.engine import NativeEngine
@@ -360,3 +361,11 @@ def test_a_saved_request_comes_back_as_it_was():
     )
     saved = json.loads(json.dumps(requests_as_json([GenerationRequest(9, [6, 6], SAMPLING, sampled=sampled)])))
     assert requests_from_json(saved) == [GenerationRequest(9, [6, 6], sampled=sampled)]
+
+
+@pytest.mark.parametrize("reasons", [["aborted"], ["stop", "length", "stop"]])
+def test_a_request_with_part_of_its_samples_or_only_whole_ones_is_refused(reasons: list[str]):
+    engine = NativeEngine(CONFIG, small_model(), letters_tokenizer())
+    sampled = tuple(Completion.of([5], [-1.0], reason, [(0, 1)], None) for reason in reasons)
+    with pytest.raises(DataError, match=f"comes with {len(reasons)} samples, n=3; give none or all"):
+        asyncio.run(engine.generate(replace(REQUESTS[0], sampled=sampled)))

@@ -30,7 +30,7 @@ class RequestState:
         self.waiting = [n for n in range(self.request.sampling.n) if n not in self.completions]
 
     def before(self, sample: int) -> Completion:
-        """What was sampled of it before the request came."""
+        """The tokens that were sampled of it before the request came."""
         sampled = self.request.sampled
         return sampled[sample] if sampled else Completion.empty(self.submitted_version)
 
@@ -262,8 +262,9 @@ class RowTable:
             for state, number in request.samples:
                 before = state.before(number)
                 first, place = column - len(before.token_ids), self.count + len(entering)
-                self.tokens[place, first:column] = torch.tensor(before.token_ids, device=self.device)
-                self.logprobs[place, first:column] = torch.tensor(before.logprobs, device=self.device)
+                if first < column:
+                    self.tokens[place, first:column] = torch.tensor(before.token_ids, device=self.device)
+                    self.logprobs[place, first:column] = torch.tensor(before.logprobs, device=self.device)
                 entering.append(RunningSequence.going_on(state, number, first, request.cached_prompt))
                 entering[-1].note_version(version, len(before.token_ids))
         rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
