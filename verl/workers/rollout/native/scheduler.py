@@ -87,7 +87,7 @@ class RunningSequence:
             self.starts.append((version, num_tokens))
 
     def completion(self, tokens: list[int], logprobs: list[float], reason: str) -> Completion:
-        """Its answer, with the versions that sampled its tokens."""
+        """The answer, with the versions that sampled its tokens."""
         ends = [start for _, start in self.starts[1:]] + [len(tokens)]
         parts = [(v, end - start) for (v, start), end in zip(self.starts, ends, strict=True) if end > start]
         return Completion.of(tokens, logprobs, reason, parts, self.alternatives and [*self.alternatives])
