@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_tokenizer, small_qwen3
-from verl.runtime.rank_processes import family
+from verl.runtime.rank_observation import family
 
 ARR = "actor_rollout_ref"
 EPOCH = 5  # steps: the data has no more prompts, so that a few steps have seen every length

@@ -16,7 +16,7 @@ from verl.data.batch import Batch
 from verl.plugin.platform import choose_platform
 from verl.runtime import ray_cluster
 from verl.runtime.group import Layout
-from verl.runtime.rank_processes import Counters
+from verl.runtime.rank_observation import Counters
 from verl.runtime.ray_cluster import Cluster, Devices, join_cluster
 from verl.runtime.ray_group import INLINE_BYTES, RayGroup
 from verl.runtime.wire import NotSerializableError

@@ -24,7 +24,7 @@ from tests.contract.test_vllm_receipt import model_with_experts
 from tests.rollout_adapters import EOS, PROMPT, letters_tokenizer, own_logprobs, small_model
 from tests.rollout_server import python_wrapper
 from verl.config.rollout import ServerConfig
-from verl.runtime.rank_processes import family
+from verl.runtime.rank_observation import family
 from verl.utils.errors import ReplicaError
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, StaleWeightsError

@@ -16,7 +16,7 @@ from verl.algorithms import losses
 from verl.algorithms.losses import POLICY_LOSSES, register_policy_loss
 from verl.cli import main
 from verl.commands.certify import comparison as certifying
-from verl.commands.certify import definition
+from verl.commands.certify import plain_gradient
 from verl.commands.certify.certificate import Certificate
 from verl.commands.certify.comparison import certify
 from verl.commands.certify.subject import critic_subject
@@ -170,9 +170,9 @@ def test_the_definition_equals_the_one_file_example():
             f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
         ]
     ).actor_rollout_ref.actor
-    model.set_attn_implementation(definition.NAIVE_ATTENTION)
+    model.set_attn_implementation(plain_gradient.NAIVE_ATTENTION)
     batch = batch.with_columns(**{name: column.flatten() for name, column in columns.items()})
-    found = definition.gradient(model, batch, definition.actor_loss(config, losses.ActorLoss(config), 1.0), 1.0)
+    found = plain_gradient.gradient(model, batch, plain_gradient.actor_loss(config, losses.ActorLoss(config), 1.0), 1.0)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)

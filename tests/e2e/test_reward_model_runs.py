@@ -15,7 +15,7 @@ from tests.reward_models import save_reward_model
 from verl.commands.quickstart.addition_task import CHARACTERS, Problem, Split, write_split
 from verl.commands.quickstart.small_model import make_model
 from verl.rewards import call_retries
-from verl.runtime.rank_processes import family
+from verl.runtime.rank_observation import family
 from verl.workers.reward_model import RewardModel
 
 KEY = "reward.reward_model"

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.algorithms.kl import KL_ESTIMATORS, kl_k1, kl_penalty
 from verl.algorithms.policy_loss import TokenMetrics, aggregation_mode, get_policy_loss, losses_per_token
 from verl.config import ActorConfig, DistillationLossConfig
-from verl.config.own_keys import with_value
+from verl.config.user_keys import with_value
 from verl.data.batch import Batch
 from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from verl.algorithms import covariance_losses, rollout_correction, sequence_losses  # noqa: F401 - they register their losses
-from verl.algorithms.clipped_losses import check_clip_ratios, vanilla
 from verl.algorithms.distillation import DistillationTerm
 from verl.algorithms.kl import get_kl_estimator, kl_penalty
 from verl.algorithms.policy_loss import (
@@ -29,6 +28,7 @@ from verl.algorithms.policy_loss import (
     register_policy_loss,
     with_chosen_tokens,
 )
+from verl.algorithms.token_losses import check_clip_ratios, vanilla
 from verl.config import ActorConfig, CriticConfig, DistillationConfig, RolloutCorrectionConfig
 from verl.data.batch import Batch
 

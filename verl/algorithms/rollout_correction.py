@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.clipped_losses import check_clip_ratios, vanilla
 from verl.algorithms.policy_loss import LOG_RATIO_LIMIT, TokenMetrics, limited_log_ratio, register_policy_loss
+from verl.algorithms.token_losses import check_clip_ratios, vanilla
 from verl.config import ActorConfig
 from verl.config.algorithm import RejectionRule, RolloutCorrectionConfig
 from verl.data.batch import Batch

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"target_dir": None, "test_hf_dir": None, **vars(options)}
     folder, target, other = (expand_home(given[n] or "", f"--{n}") for n in ("local_dir", "target_dir", "test_hf_dir"))
     source = open_shard_folder(folder)
-    report_export_damage(folder)
+    warn_of_damaged_export(folder)
     model = _meta_model(folder / "huggingface", options.is_value_model, options.tie_word_embedding)
     if options.operation == "test":
         count = check_same_tensors(source, model, other)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def report_export_damage(folder: Path) -> None:
+def warn_of_damaged_export(folder: Path) -> None:
     """Print what is wrong with the Hugging Face and adapter folders. Files that a user has edited count as damaged."""
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else {"files": {}}
     for damage in export_damage(folder, manifest):

@@ -11,11 +11,11 @@ from verl.config.asynchronous import check_asynchronous
 from verl.config.distillation import teachers
 from verl.config.model import HFModelConfig
 from verl.config.no_effect import value_at
-from verl.config.own_keys import with_value
 from verl.config.preference import PreferenceConfig
 from verl.config.reward import check_reward_model
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
+from verl.config.user_keys import with_value
 from verl.config.value_rules import check_value
 from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 
@@ -273,7 +273,7 @@ def _check_algorithm(config: RunConfig) -> None:
             f"{algorithm.adv_estimator}; set algorithm.adv_estimator=gae, or algorithm.use_pf_ppo=False"
         )
     _check_filter_groups(config)
-    _check_reward_weights(config)
+    _check_gdpo_weights(config)
     check_reward_model(config.reward)
     correction, where = algorithm.rollout_correction, "algorithm.rollout_correction"
     correction.check_thresholds()
@@ -310,7 +310,7 @@ def _check_filter_groups(config: RunConfig) -> None:
         )
 
 
-def _check_reward_weights(config: RunConfig) -> None:
+def _check_gdpo_weights(config: RunConfig) -> None:
     names, numbers = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if numbers is not None and len(numbers) != len(names or ()):
         raise ConfigError(

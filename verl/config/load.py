@@ -18,12 +18,12 @@ from verl.config.extra import is_extra
 from verl.config.foreign_keys import is_own_section, is_section, key_in_extra, same
 from verl.config.no_effect import no_effect_warnings, value_at
 from verl.config.overrides import MAX_DEPTH, Override, parse_override
-from verl.config.own_keys import added_key_line, own_section_line, unread_own_keys
 from verl.config.preference import DPOConfig, RewardModelConfig
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
 from verl.config.special_files import refuse_special
+from verl.config.user_keys import added_key_line, own_section_line, unread_user_keys
 from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 from verl.utils.paths import expand_home
 from verl.utils.suggest import closest, did_you_mean
@@ -125,7 +125,7 @@ def _leaves(path: str, value: Any, root: type) -> Iterator[tuple[str, Any]]:
 
 def pop_unread_keys(config: Any) -> list[str]:
     """Keys that were set but not read since load_config, the user's own included. Ends the recording of reads."""
-    keys = unread_keys(config) + unread_own_keys(config)
+    keys = unread_keys(config) + unread_user_keys(config)
     record_reads(False)
     return keys
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, TypeVar
 
-from verl.config.own_keys import with_value
 from verl.config.run_config import RunConfig
 from verl.config.sft import SFTConfig
+from verl.config.user_keys import with_value
 
 C = TypeVar("C", RunConfig, SFTConfig)
 NAME_KEY = "trainer.experiment_name"

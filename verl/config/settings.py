@@ -7,8 +7,8 @@ from verl.config.base import PATH, Section
 from verl.config.extra import EXTRA, Extra
 from verl.config.interpolation import Resolver, has_interpolation, interpolate, names_in, reference
 from verl.config.overrides import parse_value
-from verl.config.own_keys import values_by_path
 from verl.config.run_config import RunConfig
+from verl.config.user_keys import values_by_path
 from verl.config.value_rules import expand_home_folders
 from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.algorithms.policy_loss import ReducingLoss, Reduction, TokenMetrics
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.algorithm import PADDED_AGG_MODES
-from verl.config.own_keys import check_types, with_typed_extra, with_value
+from verl.config.user_keys import check_types, with_typed_extra, with_value
 from verl.data.batch import Batch
 from verl.data.columns import REWARD_PART
 from verl.utils.errors import ConfigError

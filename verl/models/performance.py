@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl.config import HFModelConfig
-from verl.models.fused_rms_norm import use_fused_rms_norm
+from verl.models.rms_norm import use_fused_rms_norm
 from verl.plugin.library_versions import recompute_activations
 
 MIN_OFFLOAD_BYTES = 1 << 20  # on a device with memory of its own, smaller activations are not worth a transfer

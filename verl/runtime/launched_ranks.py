@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from verl.runtime.calls import GRACE_S
 from verl.runtime.group import Layout, WorkerGroup
-from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine
+from verl.runtime.rank_observation import Counters, RankProcess, RanksOfMachine
 from verl.runtime.rank_reports import LOST_RANK, RankReports, blame_earliest, folder_of_this_node
 from verl.runtime.stall_watch import StallWatch
 from verl.utils.errors import WorkerError

@@ -27,7 +27,7 @@ from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S, RemoteGroup
 from verl.runtime.group import Layout
 from verl.runtime.rank import RankInfo
-from verl.runtime.rank_processes import RankProcess, RanksOfMachine
+from verl.runtime.rank_observation import RankProcess, RanksOfMachine
 from verl.runtime.rank_reports import RankReports, blame_earliest
 from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
 from verl.runtime.wire import deserialize, serialize

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from verl.runtime.group import ANSWER_S, ObjectOnNode
-from verl.runtime.rank_processes import Counters, helpers_of
+from verl.runtime.rank_observation import Counters, helpers_of
 from verl.runtime.ray_cluster import alive_nodes
 from verl.utils.errors import VerlError
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine, WatchedRanks, helpers_of
+from verl.runtime.rank_observation import Counters, RankProcess, RanksOfMachine, WatchedRanks, helpers_of
 from verl.runtime.rank_reports import RecordedError, folder_of_this_node
 
 ANSWER_S, STACKS_S = 5.0, 30.0  # how long a node's answer is waited for

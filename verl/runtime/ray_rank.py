@@ -18,7 +18,7 @@ from verl.runtime.calls import GRACE_S
 from verl.runtime.device_collectives import tell_device_waits
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo
-from verl.runtime.rank_processes import RankProcess, threads_of_this_process
+from verl.runtime.rank_observation import RankProcess, threads_of_this_process
 from verl.runtime.rank_reports import RankReports, folder_of_this_node
 from verl.runtime.rank_server import CallServer
 from verl.runtime.ray_objects import devices_of_this_actor

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from verl.runtime.device_collectives import DeviceWait, are_complete
 from verl.runtime.rank import COLLECTIVE_TIMEOUT
-from verl.runtime.rank_processes import TICK_S, Counters, WatchedRanks
+from verl.runtime.rank_observation import TICK_S, Counters, WatchedRanks
 from verl.runtime.stacks import Stack
 from verl.utils.errors import WorkerError
 

@@ -56,7 +56,7 @@ def test_a_transcript_that_is_longer_than_the_model_takes_is_refused():
 
 NO_DOOR = """
 import sys
-import verl.agent.agent_runner, verl.commands.certify.definition, verl.trainer.ppo.run_setup
+import verl.agent.agent_runner, verl.commands.certify.plain_gradient, verl.trainer.ppo.run_setup
 from verl.utils.errors import ConfigError
 assert not [name for name in sys.modules if name.startswith("verl.doors")]
 try:

@@ -18,7 +18,7 @@ from verl.models.decoder.lean_weights import decoder_shape, fastest_layout
 from verl.models.decoder.onednn_weights import padded_rows
 from verl.models.decoder.weight_layouts import possible_layouts
 from verl.models.fastest import _read, _store, fastest, keep_choices_in, machine, pick, processor
-from verl.models.fused_rms_norm import fused_norm_is_faster
+from verl.models.rms_norm import fused_norm_is_faster
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 from verl.plugin.platform import PlatformCPU, PlatformCUDA, PlatformROCm
 from verl.runtime import device_collectives
 from verl.runtime.device_collectives import DeviceWait, read_device_waits, tell_device_waits
-from verl.runtime.rank_processes import Counters
+from verl.runtime.rank_observation import Counters
 from verl.runtime.stall_watch import Progress
 
 ENTERED = DeviceWait("0 (default_pg)", 7, "nccl:all_reduce", (0, 1))

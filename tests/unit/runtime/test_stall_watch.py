@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.runtime import rank_processes
+from verl.runtime import rank_observation
 from verl.runtime.device_collectives import DeviceWait
-from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine, family
+from verl.runtime.rank_observation import Counters, RankProcess, RanksOfMachine, family
 from verl.runtime.rank_reports import RankReports, RecordedError, ask_for_stacks, blame_earliest, read_errors
 from verl.runtime.ray_processes import RanksOnRay
 from verl.runtime.stacks import Stack
@@ -127,7 +127,7 @@ ENTERED = DeviceWait("0 (default_pg)", 7, "nccl:all_reduce", (0, 1))
 def test_ranks_that_poll_in_a_collective_that_all_have_entered_are_left_to_the_limit_of_collectives(
     machine: "Machine", monkeypatch: pytest.MonkeyPatch, waits: dict, culprit: int | None
 ):
-    monkeypatch.setattr(rank_processes, "read_device_waits", lambda folder, rank: waits.get(rank, ()))
+    monkeypatch.setattr(rank_observation, "read_device_waits", lambda folder, rank: waits.get(rank, ()))
     machine.stacks = {0: at(2), 1: at(2)}
     watch = machine.watch()
     assert culprit_after(watch, 31.0) == culprit
@@ -181,8 +181,8 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.folder, self.stacks, self.while_asked = folder, {0: at(1, "all_reduce"), 1: at(2)}, lambda: None
-        monkeypatch.setattr(rank_processes, "_PROC", folder)
-        monkeypatch.setattr(rank_processes, "ask_for_stacks", self.ask)
+        monkeypatch.setattr(rank_observation, "_PROC", folder)
+        monkeypatch.setattr(rank_observation, "ask_for_stacks", self.ask)
         self.num_asked = 0
         for process in (10, 11):
             self.write(process)

@@ -8,7 +8,7 @@ MOST = 8
 BOUND = ("self", "cls", "ctx")  # ctx: of an autograd function
 SET_BY_OTHERS = {  # signatures that others call, and kernels, which take numbers and pointers only
     "verl/models/attention/packed.py packed_attention": "transformers' attention interface",
-    "verl/commands/certify/definition.py naive_attention": "transformers' attention interface",
+    "verl/commands/certify/plain_gradient.py naive_attention": "transformers' attention interface",
     "verl/doors/core_algos.py compute_value_loss": "imported by published code",
     "verl/models/head/triton_kernels.py _accumulate": "a Triton kernel",
     "verl/models/head/triton_kernels.py _to_gradient": "a Triton kernel",

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from verl.checks.findings import Findings
 from verl.checks.loaded import check_engine_and_algorithm, check_weights_are_there, find_device
 from verl.checks.machine import MODEL_KEY
-from verl.commands.certify import definition
+from verl.commands.certify import plain_gradient
 from verl.commands.certify.certificate import MAX_RATIO, MAX_REPEAT_ERROR, TOLERANCE, Certificate, CertificateRow
 from verl.commands.certify.float64 import keep_float64
 from verl.commands.certify.random_batch import random_trajectories, with_loss_columns
@@ -130,7 +130,7 @@ class GradientComparison:
         assert settings.path is not None
         load = load_value_model if self.subject.value_head else load_causal_lm
         model = load(settings.path, dtype, build_config(settings)[0])
-        model.set_attn_implementation(definition.NAIVE_ATTENTION)
+        model.set_attn_implementation(plain_gradient.NAIVE_ATTENTION)
         if wants_lora(settings):
             add_adapters(model, settings, self.subject.engine.seed)
         if dtype == torch.float64:
@@ -138,13 +138,13 @@ class GradientComparison:
         move_model(model, self.device)
         return model
 
-    def definition_gradient(self, model: nn.Module, sequences_per_forward: int = 1) -> definition.Gradient:
+    def definition_gradient(self, model: nn.Module, sequences_per_forward: int = 1) -> plain_gradient.Gradient:
         batch = self.batch.to(self.device)
-        return definition.gradient(
+        return plain_gradient.gradient(
             model, batch, self.subject.reference_loss, self.subject.temperature, sequences_per_forward
         )
 
-    def relative_error(self, gradient: definition.Gradient) -> tuple[float, str]:
+    def relative_error(self, gradient: plain_gradient.Gradient) -> tuple[float, str]:
         """|gradient - expected| / |expected| over all parameters together, and the parameter that adds most to it.
 
         A parameter without a gradient counts as zero.
@@ -206,10 +206,10 @@ class GradientComparison:
         batch = batch.with_columns(**floating)  # as in the definition: a loss may combine them with its own sums
         return with_loss_weights(batch, self.subject.loss_agg_mode, self.subject.scale, wide)
 
-    def gradient(self, engine: TorchEngine, variant: Variant, dtype: torch.dtype) -> definition.Gradient:
+    def gradient(self, engine: TorchEngine, variant: Variant, dtype: torch.dtype) -> plain_gradient.Gradient:
         """The gradient that the engine accumulates for the mini-batch."""
         subject, mini = self.subject, self.mini_batch(variant, dtype)
-        total: definition.Gradient = {}
+        total: plain_gradient.Gradient = {}
         with engine.train_mode():
             for rank in range(variant.shards):
                 shard = mini.select(torch.arange(rank, mini.num_sequences, variant.shards))
@@ -220,7 +220,7 @@ class GradientComparison:
         return total
 
 
-def take_gradient(engine: TorchEngine) -> definition.Gradient:
+def take_gradient(engine: TorchEngine) -> plain_gradient.Gradient:
     """The accumulated gradient by name, in float64; it is cleared in the engine."""
     out = {}
     for name, parameter in engine.weights.named_parameters:
@@ -239,7 +239,7 @@ def lacks_prefix_sharing(config: PreTrainedConfig, packed: bool) -> bool:
     return False
 
 
-def norm(gradient: definition.Gradient) -> float:
+def norm(gradient: plain_gradient.Gradient) -> float:
     return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
 
 

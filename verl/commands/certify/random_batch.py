@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.losses import with_chosen_tokens
-from verl.commands.certify.definition import model_outputs, split_sequences
+from verl.commands.certify.plain_gradient import model_outputs, split_sequences
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.data.batch import Batch
 from verl.data.columns import REWARD_PART

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import ActorLoss, TokenLoss, aggregation_mode, make_value_loss
-from verl.commands.certify import definition
+from verl.commands.certify import plain_gradient
 from verl.commands.certify.float64 import keep_float64
 from verl.config import FSDPEngineConfig, HFModelConfig, PreferenceConfig, RunConfig, SFTConfig
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
@@ -63,7 +63,7 @@ class Subject:
     optim: Any
     micro: MicroBatching
     loss: TokenLoss
-    reference_loss: definition.ReferenceLoss
+    reference_loss: plain_gradient.ReferenceLoss
     loss_agg_mode: str
     scale: float | None  # the constant length of seq-mean-token-sum-norm
     temperature: float = 1.0
@@ -115,7 +115,7 @@ def actor_subject(config: RunConfig) -> Subject:
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=loss,
-        reference_loss=definition.actor_loss(part, loss, scale),
+        reference_loss=plain_gradient.actor_loss(part, loss, scale),
         loss_agg_mode=aggregation_mode(part),
         scale=scale,
         temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
@@ -133,7 +133,7 @@ def critic_subject(config: RunConfig) -> Subject:
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=make_value_loss(part),
-        reference_loss=definition.value_loss(part, scale),
+        reference_loss=plain_gradient.value_loss(part, scale),
         loss_agg_mode=part.loss_agg_mode,
         scale=scale,
         value_head=True,
@@ -157,7 +157,7 @@ def sft_subject(config: SFTConfig) -> Subject:
         optim=config.optim,
         micro=micro_batching(data, SFT_BATCHING_KEYS),
         loss=LikelihoodLoss(),
-        reference_loss=definition.likelihood_loss,
+        reference_loss=plain_gradient.likelihood_loss,
         loss_agg_mode="token-mean",
         scale=None,
     )

@@ -55,7 +55,7 @@ def check_rows(config: RunConfig, progress: Progress) -> tuple[list[Split], list
     """The splits and all results."""
     data = config.data
     progress.stage("loading the tokenizer")
-    tokenizer, runner = run_parts(config)
+    tokenizer, runner = tokenizer_and_agents(config)
     splits = []
     for name, files, most in (
         ("training", data.train_files, data.train_max_samples),
@@ -82,7 +82,7 @@ def check_rows(config: RunConfig, progress: Progress) -> tuple[list[Split], list
     return splits, results
 
 
-def run_parts(config: RunConfig) -> tuple[PreTrainedTokenizerBase | None, AgentRunner | None]:
+def tokenizer_and_agents(config: RunConfig) -> tuple[PreTrainedTokenizerBase | None, AgentRunner | None]:
     """The tokenizer and the agent loops of the run; None where the configuration names no model."""
     model = config.actor_rollout_ref.model
     if not (model.path or model.tokenizer_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.profiler import GlobalTorchMemoryConfig, ToolConfig
-from verl.observe.profiling.traces import Slice, write_trace
+from verl.observe.profiling.traces import Slice, move_trace
 from verl.plugin.installed import has_module
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
@@ -75,7 +75,7 @@ class TorchTool(ProfilerTool):
         for number, exported in enumerate(self.cycles):
             cycle = f"_cycle{number}" if self.schedule else ""
             written.append(self.target.with_name(f"{self.target.name}{cycle}.json.gz"))
-            write_trace(exported, written[-1], driver)
+            move_trace(exported, written[-1], driver)
         self.profile = None
         return written
 

@@ -26,7 +26,7 @@ def lane_events(slices: Sequence[Slice], base_ns: int) -> list[dict[str, object]
     return events
 
 
-def write_trace(exported: Path, target: Path, slices: Sequence[Slice]) -> None:
+def move_trace(exported: Path, target: Path, slices: Sequence[Slice]) -> None:
     """Compress the trace `exported` into `target`, which Perfetto opens, with the driver's lane; removes `exported`.
 
     The events are copied, not read: a trace can have gigabytes.

@@ -10,8 +10,8 @@ from verl.algorithms.losses import aggregation_mode
 from verl.checks.config import unread_before_steps, unread_by_a_step
 from verl.config import RunConfig
 from verl.config.base import add_reads, record_own_reads
-from verl.config.own_keys import unread_own_keys
 from verl.config.run_name import same_command
+from verl.config.user_keys import unread_user_keys
 from verl.data.prompts import PromptDataset
 from verl.data.trajectory import FIRST_VALIDATION_GROUP, Trajectory, conversations_of
 from verl.observe.ledger import Ledger, size_line
@@ -166,7 +166,7 @@ class TrainingRun:
             if self.stop_requested and self.trainer.first_step <= step != self.saved_step:
                 self.save()  # the signal came after the step had passed its own save
             self.checkpoints.finish_all()
-            self.report_unread_keys(unread_own_keys)
+            self.report_unread_keys(unread_user_keys)
         if self.stop_requested and step < self.total_steps:
             folder, command = step_folder(self.root, step), same_command(self.config)
             raise interrupted(self.stop_requested, step, self.total_steps, folder, command)

@@ -61,7 +61,7 @@ class ParkingEngine(WrappedEngine):
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if not self.continues:
-            _check_looks_ahead(request)
+            _refuse_looking_back(request)
         opened = self._open[request.request_id] = _Open(self._with_restored(request))
         try:
             while not opened.done:
@@ -180,7 +180,7 @@ def _with_part(request: GenerationRequest, number: int, part: Completion) -> Gen
     return replace(request, sampled=tuple(sampled))
 
 
-def _check_looks_ahead(request: GenerationRequest) -> None:
+def _refuse_looking_back(request: GenerationRequest) -> None:
     params = request.sampling
     if params.stop or params.has_penalties:
         raise WorkerError(

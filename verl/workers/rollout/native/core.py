@@ -231,7 +231,7 @@ class NativeCore:
             started = time.perf_counter()
             logits = self.decoder.prefill(batch.prompts, self._cache_target(batch, self.column))
             self.counters.model_s += time.perf_counter() - started
-        return self._sample(self._add_sequences(batch, logits), slice(first, self.table.count))
+        return self._sample(self._add_rows(batch, logits), slice(first, self.table.count))
 
     def _cache_target(self, batch: PrefillBatch, column: int) -> CacheTarget:
         slots = (
@@ -239,7 +239,7 @@ class NativeCore:
         )
         return CacheTarget(column, self.table.count, batch.repeats, slots)
 
-    def _add_sequences(self, batch: PrefillBatch, logits_NV: Tensor | None) -> Tensor:
+    def _add_rows(self, batch: PrefillBatch, logits_NV: Tensor | None) -> Tensor:
         """Add rows whose prompts end before the running column; returns logits (rows, V) for their first tokens.
 
         `logits_NV`: logits after each prefilled prompt; None if the prompts were cached already.
@@ -280,7 +280,7 @@ class NativeCore:
         self.counters.cache_columns += count * (column + 1 - self.low)
         self.column += 1
         if prefill:
-            first_logits = self._add_sequences(prefill, None if prefill.is_cached else logits[count:])
+            first_logits = self._add_rows(prefill, None if prefill.is_cached else logits[count:])
             logits = torch.cat((logits[:count], first_logits))
         return self._sample(logits, slice(0, table.count))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from verl.plugin.platform import PlatformBase
 from verl.runtime.child import Child, finds_verl
 from verl.runtime.group import ObjectOnNode
-from verl.runtime.rank_processes import Counters, family, waits_for_disk
+from verl.runtime.rank_observation import Counters, family, waits_for_disk
 from verl.utils.errors import VerlError
 from verl.workers.rollout.remote.handshake import connect_to_server
 

@@ -50,7 +50,7 @@ def values_by_path(flat: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def unread_own_keys(config: Any) -> list[str]:
+def unread_user_keys(config: Any) -> list[str]:
     """Keys of the user's own that nothing has read; a section of which no key was read one by one was read whole."""
     reads = recorded_reads()
 

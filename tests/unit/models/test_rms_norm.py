@@ -12,13 +12,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from verl.commands.certify.float64 import keep_float64
-from verl.models import fused_rms_norm
-from verl.models.fused_rms_norm import is_plain_rms_norm, use_fused_rms_norm
+from verl.models import rms_norm
+from verl.models.rms_norm import is_plain_rms_norm, use_fused_rms_norm
 
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_rms_norm, "fastest", lambda name, ways: "fused")
+    monkeypatch.setattr(rms_norm, "fastest", lambda name, ways: "fused")
 
 
 EPS = 0.1  # large, so that where it stands matters
@@ -63,7 +63,7 @@ def test_a_compiled_norm_keeps_its_gradient():
 
 
 def test_the_class_keeps_its_forward_where_that_is_faster(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused_rms_norm, "fastest", lambda name, ways: "plain")
+    monkeypatch.setattr(rms_norm, "fastest", lambda name, ways: "plain")
     norm = Qwen3RMSNorm(8)
     use_fused_rms_norm(norm)
     assert type(norm) is Qwen3RMSNorm
