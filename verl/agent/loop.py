@@ -75,9 +75,8 @@ class Transcript:
         self.response_ids += ids
         self.response_mask += [1] * len(ids)
         self.response_logprobs += answer.logprobs[part]
-        segments = answer.segments or ((answer.policy_version[1], len(answer.token_ids)),)
-        self.token_versions += [version for version, count in segments for _ in range(count)][part]
-        self.answer_versions.append(answer.policy_version)
+        self.token_versions += [version for version, count in answer.all_segments for _ in range(count)][part]
+        self.answer_versions += [answer.policy_version] if ids else []
         self.stop_reason = answer.stop_reason
 
     def add_turns(self, ids: Sequence[int]) -> None:

@@ -60,13 +60,15 @@ class AgentData(Transcript):
 
 
 TOOL_AGENT = "tool_agent"
+# An answer to token ids, by sampling settings, of at most so many tokens, which also ends at any of these.
+Generate = Callable[[list[int], Any, int, tuple[int, ...]], Awaitable[Completion]]
 
 
 class ToolAgent:
     """Conversations that end when an answer calls no tool and no interaction replies, or at response_length,
     max_assistant_turns or max_user_turns."""
 
-    def __init__(self, setting: LoopSetting, generate: Callable[[list[int], SamplingParams], Awaitable[Completion]]):
+    def __init__(self, setting: LoopSetting, generate: Generate):
         self.generate, self.tokenizer, self.tools = generate, setting.tokenizer, setting.tools
         self.rollout_config = setting.config.actor_rollout_ref.rollout
         self.settings = self.rollout_config.multi_turn
@@ -75,9 +77,9 @@ class ToolAgent:
         self.schemas = [schema_dict(tool.tool_schema) for tool in self.tools.values()]
 
     async def conversation(
-        self, messages: list[Message], extra_info: dict[str, Any], row: Any, sampling: SamplingParams
+        self, messages: list[Message], extra_info: dict[str, Any], row: Any, sampling: Any
     ) -> AgentData:
-        """The whole conversation that begins with `messages`."""
+        """The whole conversation that begins with `messages`; `sampling` is what `generate` takes."""
         data = AgentData(list(messages), dict(extra_info.get("tools_kwargs") or {}))
         data.interaction = await start_conversation(self.settings.interaction_config_path, extra_info, data.request_id)
         try:
@@ -87,7 +89,7 @@ class ToolAgent:
                 await data.interaction.close()
         return data
 
-    async def converse(self, data: AgentData, sampling: SamplingParams, row: Any) -> None:
+    async def converse(self, data: AgentData, sampling: Any, row: Any) -> None:
         """Take turns until nothing follows."""
         while data.state is not AgentState.TERMINATED:
             if data.state is AgentState.PENDING:
@@ -117,13 +119,12 @@ class ToolAgent:
         """Number of tokens that still fit into response_length."""
         return int(self.rollout_config.response_length) - len(data.response_ids)
 
-    async def generate_turn(self, data: AgentData, sampling: SamplingParams) -> list[FunctionCall]:
+    async def generate_turn(self, data: AgentData, sampling: Any) -> list[FunctionCall]:
         """Sample one turn of the policy; returns its tool calls, or none when the conversation is over."""
         start_time = time.perf_counter()
         prompt_ids = [*data.prompt_ids, *data.response_ids]
-        stop_token_ids = (*sampling.stop_token_ids, *self.parser.stop_token_ids)
-        limited = replace(sampling, max_tokens=self.remaining_tokens(data), stop_token_ids=stop_token_ids)
-        answer = await self.generate(prompt_ids, limited)
+        most, stops = self.remaining_tokens(data), tuple(self.parser.stop_token_ids)
+        answer = await self.generate(prompt_ids, sampling, most, stops)
         data.metrics.generate_sequences += time.perf_counter() - start_time
         data.add_answer(answer)
         data.assistant_turns += 1
@@ -189,8 +190,13 @@ class ToolAgent:
 @AGENT_LOOPS.register(TOOL_AGENT)
 async def tool_agent(setting: LoopSetting, policy: Policy, row: PromptRow) -> list[Trajectory]:
     """The trajectory of one conversation with the tools."""
+
+    def generate(ids: list[int], params: SamplingParams, most: int, stops: tuple[int, ...]) -> Awaitable[Completion]:
+        limited = replace(params, max_tokens=most, stop_token_ids=(*params.stop_token_ids, *stops))
+        return policy.generate(ids, limited)
+
     messages, extra_info = copy.deepcopy((row.messages, row.extra_info))  # tools of others may change them
-    agent = ToolAgent(setting, policy.generate)
+    agent = ToolAgent(setting, generate)
     data = await agent.conversation(messages, extra_info, row.index, policy.sampling)
     facts = {"tool_rewards": data.tool_rewards, "tool_errors": data.tool_errors, "loop_fields": data.told}
     return [data.trajectory(policy, row.index, data.metrics, num_turns=data.num_turns, **facts)]

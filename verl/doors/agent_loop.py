@@ -27,6 +27,7 @@ from verl.data.trajectory import Trajectory
 from verl.doors.continuous_tokens import Merged, merge_answer, merge_turns
 from verl.doors.llm_server import LLMServerClient, refuse_media
 from verl.doors.loop_outputs import AgentLoopMetrics, AgentLoopOutput, read_outputs
+from verl.workers.rollout.base import Completion
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -191,12 +192,17 @@ class ToolAgentLoop(ToolAgent, AgentLoopBase):
 
     def __init__(self, *args: Any, **kwargs: Any):
         AgentLoopBase.__init__(self, *args, **kwargs)
-        ToolAgent.__init__(self, LoopSetting(self.config, self.tokenizer, self.tools), self.server_manager.ask)
+        ToolAgent.__init__(self, LoopSetting(self.config, self.tokenizer, self.tools), self._ask)
+
+    async def _ask(self, ids: list[int], sampling_params: Any, most: int, stops: tuple[int, ...]) -> Completion:
+        stop_ids = (*sampling_params.get("stop_token_ids", ()), *stops)
+        limited = {**sampling_params, "max_tokens": most, "stop_token_ids": stop_ids}
+        await self.server_manager.generate("any", prompt_ids=ids, sampling_params=limited)
+        return self.server_manager.answers[-1]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         extra_info = {**(kwargs.get("extra_info") or {}), "tools_kwargs": kwargs.get("tools_kwargs")}
-        sampling = self.server_manager.sampling(sampling_params)
-        data = await self.conversation(kwargs["raw_prompt"], extra_info, kwargs.get("index"), sampling)
+        data = await self.conversation(kwargs["raw_prompt"], extra_info, kwargs.get("index"), sampling_params)
         return AgentLoopOutput(
             prompt_ids=data.prompt_ids,
             response_ids=data.response_ids,

@@ -43,18 +43,14 @@ class LLMServerClient:
             raise DataError("prompt_ids of generate() is empty; give the conversation so far")
         if self.policy.turn >= (most := max(MIN_TURN_LIMIT, self.policy.max_sequence_length)):
             raise DataError(f"it asked for an answer {most} times, more often than tokens fit; end the loop before")
-        answer = await self.ask(prompt_ids, self.sampling(sampling_params or {}))
+        answer = await self.policy.generate(prompt_ids, self.sampling(sampling_params or {}))
+        self.answers.append(answer)
         return TokenOutput(
             list(answer.token_ids),  # the loop may change its own lists
             list(answer.logprobs),
             "completed" if answer.stop_reason == "stop" else answer.stop_reason,
             extra_fields=dict(zip(VERSION_FIELDS, answer.policy_version, strict=True)),
         )
-
-    async def ask(self, prompt_ids: list[int], sampling: SamplingParams) -> Completion:
-        """One answer, which is remembered."""
-        self.answers.append(await self.policy.generate(prompt_ids, sampling))
-        return self.answers[-1]
 
     def sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         """The run's settings with those of a loop; DataError for one that engines do not know."""

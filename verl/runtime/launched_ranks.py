@@ -38,20 +38,22 @@ _LATER, _LATER_S = 0.1, 1.0  # of the timeout and at least: by this a rank's thr
 class LaunchedGroup(WorkerGroup):
     """The workers that `factory()` builds on all ranks; made on the first one, while the others `serve`.
 
-    A rank whose call fails raises, and ends. One that loses another ends in one line, with the traceback in a file in
-    `root`. A signal that another rank gets is raised here after the call, as SIGTERM.
+    A rank whose call fails raises, and ends. One that loses another says so in one line, with the traceback in a file
+    in `root`; here that is a LostRankError. A signal that another rank gets is raised here after the call, as SIGTERM.
     """
 
     def __init__(self, factory: Callable[[], Any], root: Path, stall_timeout_s: float):
         self.layout, self.root = Layout.data_parallel(dist.get_world_size()), root
-        self._is_served, self._watching = True, contextlib.ExitStack()
+        self._is_served, self._watching = False, contextlib.ExitStack()  # whether the others wait for a call
         self.worker: Any
-        self._send([(factory, root, stall_timeout_s)] * self.layout.world_size)
+        with _says_lost_rank("__init__", root):
+            self._send([(factory, root, stall_timeout_s)] * self.layout.world_size)
         self._watching.enter_context(_watch_each_other("fit", stall_timeout_s))
         self._reply("__init__", lambda: setattr(self, "worker", factory()))
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        with _ends_if_rank_lost(method, self.root):
+        self._is_served = False
+        with _says_lost_rank(method, self.root):
             self._send([(method, args) for args in arguments])
         return self._reply(method, lambda: attrgetter(method)(self.worker)(*arguments[0]))
 
@@ -62,16 +64,16 @@ class LaunchedGroup(WorkerGroup):
         """Let the other ranks end; after a failure they do so by themselves."""
         with self._watching:
             if self._is_served:
-                self._send([None] * self.layout.world_size)
                 self._is_served = False
+                with _says_lost_rank("close", self.root):
+                    self._send([None] * self.layout.world_size)
 
     def _send(self, messages: list[Any]) -> None:
         dist.scatter_object_list([None], messages, group=group_of_calls())
 
     def _reply(self, method: str, run: Callable[[], Any]) -> list[Any]:
-        self._is_served = False
         replies: list[Any] = [None] * self.layout.world_size
-        with _ends_if_rank_lost(method, self.root):
+        with _says_lost_rank(method, self.root):
             dist.gather_object((run(), False), replies, group=group_of_calls())
         self._is_served = True
         if any(is_signalled for _, is_signalled in replies) and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
@@ -117,23 +119,62 @@ def _ends_if_rank_lost(method: Any, root: Path | None, signals: Sequence[int] = 
     try:
         yield
     except BaseException as error:
-        chain = [error]
-        while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(earlier)
-        lost = next((one for one in chain if isinstance(one, RuntimeError) and LOST_RANK.search(str(one))), None)
-        if lost is None:
+        if (lost := _lost_rank_in(error)) is None:
             raise
         if root is not None and not signals:
-            rank, name = dist.get_rank(), method() if callable(method) else method
-            root.mkdir(parents=True, exist_ok=True)
-            file = root / f"rank_{rank}_lost_rank.txt"
-            file.write_text("".join(traceback.format_exception(lost)))
-            line = f"rank {rank} lost another rank in {name.rpartition('.')[2]}(): {file}"
-            sys.stderr.write(f"error: {line}\n")  # in one piece: torchrun's ranks write without a buffer, side by side
-            _tell_torchrun(line)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        exit_now(128 + signals[0] if signals else 1)  # the interpreter's shutdown would wait for the lost rank
+            _say_lost_rank(lost, method() if callable(method) else method, root)
+        _end(128 + signals[0] if signals else 1)
+
+
+@contextlib.contextmanager
+def _says_lost_rank(method: str, root: Path) -> Iterator[None]:
+    """Inside the block, an error that comes from another rank's end becomes a LostRankError."""
+    try:
+        yield
+    except BaseException as error:
+        if (lost := _lost_rank_in(error)) is None:
+            raise
+        raise LostRankError(_say_lost_rank(lost, method, root)) from error
+
+
+class LostRankError(RuntimeError):
+    """Another rank is gone, which is said already."""
+
+
+def end_if_rank_lost(error: BaseException) -> None:
+    """End this process with status 1 if `error` comes from a LostRankError; else return."""
+    if any(isinstance(one, LostRankError) for one in _chain(error)):
+        _end(1)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it came from."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def _lost_rank_in(error: BaseException) -> BaseException | None:
+    return next((e for e in _chain(error) if isinstance(e, RuntimeError) and LOST_RANK.search(str(e))), None)
+
+
+def _say_lost_rank(lost: BaseException, method: str, root: Path) -> str:
+    """Write the traceback to a file and the line about it to stderr; returns that line."""
+    rank = dist.get_rank()
+    root.mkdir(parents=True, exist_ok=True)
+    file = root / f"rank_{rank}_lost_rank.txt"
+    file.write_text("".join(traceback.format_exception(lost)))
+    line = f"rank {rank} lost another rank in {method.rpartition('.')[2]}(): {file}"
+    sys.stderr.write(f"error: {line}\n")  # in one piece: torchrun's ranks write without a buffer, side by side
+    _tell_torchrun(line)
+    return line
+
+
+def _end(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_now(status)  # the interpreter's shutdown would wait for the lost rank
 
 
 def _tell_torchrun(line: str) -> None:

@@ -46,17 +46,19 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> N
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             run_sft(config, found=found)
             return
+    from verl.runtime.launched_ranks import end_if_rank_lost
     from verl.runtime.rank import end_rank, end_with_parent
 
     end_with_parent(parent)
     try:
         with BeforeFirstStep():
             run_sft(config, found=found)
-    except Interrupted as stop:
-        say_error(f"error: {stop}")
-        end_rank(stop.exit_code)
-    except VerlError:
-        if rank:
+    except BaseException as error:
+        end_if_rank_lost(error)
+        if isinstance(error, Interrupted):
+            say_error(f"error: {error}")
+            end_rank(error.exit_code)
+        elif isinstance(error, VerlError) and rank:
             time.sleep(FIRST_RANK_GRACE_S)  # the first one may find the same mistake, and is the one to print it
         raise
     end_rank()

@@ -4,6 +4,7 @@
 and raises an ImportError that names the replacement.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -147,6 +148,8 @@ def refuse_missing_names(module: str) -> Callable[[str], Any]:
     def missing(name: str) -> Any:
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        with contextlib.suppress(ImportError, ValueError):  # a module in a package, which nobody has imported yet
+            return import_module(f"{module}.{name}")
         asking = sys._getframe(1)
         if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == opmap["IMPORT_FROM"]:
             refuse_import(f"{module}.{name}")

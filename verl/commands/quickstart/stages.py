@@ -88,6 +88,7 @@ def sft_overrides(out: Path, seed: int) -> list[str]:
         "optim.lr_scheduler_type=cosine",
         "engine.dtype=float32",
         "model.enable_gradient_checkpointing=False",
+        "trainer.runtime=inline",
         "trainer.total_epochs=14",
         f"trainer.save_freq={NUM_WORKED // 32}",
         "checkpoint.save_contents=[hf_model]",

@@ -23,10 +23,11 @@ def run_sft(
 ) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step. `announce` gets the lines of header and summary.
 
-    `found` holds the early findings, if somebody has looked. Under torchrun the first rank drives; on the others this
-    returns nothing once the run is over.
+    It starts the ranks that `trainer` asks for, one for each device where that says nothing;
+    `trainer.runtime=inline` is this process alone. `found` holds the early findings, if somebody has looked. Under
+    torchrun the first rank drives; on the others this returns nothing once the run is over.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
         _join_launched(config)
         from verl.runtime.launched_ranks import serve
 
@@ -42,8 +43,8 @@ def run_sft(
 
         _join_launched(config)
         trainer = build_sft(config, progress=progress, found=found)
+        stack.enter_context(trainer.tracking)  # which closes after the ranks, and so unwatched
         stack.enter_context(trainer.ranks)
-        stack.enter_context(trainer.tracking)  # which closes unwatched
         for line in trainer.header_lines():
             announce(line)
         before_steps(trainer)

@@ -93,7 +93,9 @@ class SFTTrainer:
     def start_ranks(self, model: HFModelConfig, progress: Progress) -> None:
         """Start the ranks, which hold `model`; `ranks.close()` ends them."""
         self.progress, balanced = progress, self.config.trainer.balance_batch
-        self.group = start_ranks(self.config, model, self.total_steps, self.ranks)
+        with ExitStack() as ending:
+            self.group = start_ranks(self.config, model, self.total_steps, ending)
+            self.ranks = ending.pop_all()
         of_role = lambda name: ShardDispatcher(self.group.for_role(name), balanced, on_sequences=self.count)  # noqa: E731
         self.trained = of_role("trained")
         if "ref_logprobs" in self.objective.loss.columns:

@@ -56,7 +56,7 @@ class ParkingEngine(WrappedEngine):
         self._restored: dict[int, GenerationRequest] = {}  # by request id, until `generate`
         self._order: dict[int, int] = {}  # of the requests that an earlier process had under way
         self._is_parked = False
-        self._num_asked, self._nothing_runs = 0, asyncio.Event()
+        self._num_asked, self._returned = 0, asyncio.Event()
         self._ids = itertools.count(_FIRST_ID)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -100,10 +100,12 @@ class ParkingEngine(WrappedEngine):
             raise failures.exceptions[0] from None  # the others were cancelled because of it
         finally:
             opened.asked, self._num_asked = {}, self._num_asked - 1
-            self._nothing_runs.set()
+            self._returned.set()
 
     async def _ask_for_rest(self, opened: _Open, number: int) -> None:
         """Add what the engine answers, before anything else can ask what is in flight."""
+        if opened.aborted:
+            return
         rest = rest_of(opened.request, number, next(self._ids))
         opened.asked[rest.request_id] = number
         [part] = await self.inner.generate(rest)
@@ -115,10 +117,10 @@ class ParkingEngine(WrappedEngine):
         if self.parks == PAUSE:
             return await self.inner.park()
         while self._num_asked:
-            self._nothing_runs.clear()
+            self._returned.clear()
             await self.inner.abort()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._nothing_runs.wait(), _ABORT_AGAIN_S)
+                await asyncio.wait_for(self._returned.wait(), _ABORT_AGAIN_S)
 
     async def resume(self) -> None:
         if self.parks == PAUSE:

@@ -44,7 +44,8 @@ def _early(saved: dict[str, Any]) -> list[dict[str, Any]]:
     samples: dict[int, dict[str, Any]] = {}
     for number, done in saved.get("finished", {}).items():
         segments = done["segments"] or [(done["policy_version"][1], len(done["token_ids"]))]
-        samples[int(number)] = {**done, "tokens": done["token_ids"], "segments": segments, "alternatives": ()}
+        best = done.get("alternatives") or ()
+        samples[int(number)] = {**done, "tokens": done["token_ids"], "segments": segments, "alternatives": best}
     for part in saved.get("unfinished", ()):
         starts = [(part["first_version"], 0), *part["later_versions"], (-1, len(part["tokens"]))]
         segments = [(version, end - start) for (version, start), (_, end) in pairwise(starts) if end > start]

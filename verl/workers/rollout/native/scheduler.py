@@ -36,8 +36,8 @@ class RequestState:
 
     @property
     def longest(self) -> int:
-        """Tokens of the prompt, and of the longest sample so far."""
-        return len(self.request.prompt_ids) + max((len(c.token_ids) for c in self.request.sampled), default=0)
+        """Tokens of the prompt, and of the longest sample that waits."""
+        return len(self.request.prompt_ids) + max((len(self.before(n).token_ids) for n in self.waiting), default=0)
 
     @property
     def done(self) -> bool:
