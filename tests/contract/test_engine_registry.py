@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, RefConfig, SFTConfig
 from verl.config import engine as engine_config
 from verl.config.base import key, section
@@ -176,12 +175,11 @@ def test_the_engine_gets_the_section_of_its_strategy(monkeypatch):
             self.model = None
 
     from verl.config import RunConfig
-    from verl.trainer.sft.objectives import build_worker
+    from verl.trainer.sft.ranks import SFTRank
     from verl.workers.actor import build_actor_worker
 
     arr = RunConfig().actor_rollout_ref
     config = replace(RunConfig(), actor_rollout_ref=replace(arr, actor=PartedActorConfig(strategy="parted")))
     assert build_actor_worker(config, 1).engine.engine_config == PartedEngineConfig()
     tuned = PartedSFTConfig(engine=FSDPEngineConfig(strategy="parted"), parted=PartedEngineConfig(parts=4))
-    worker = build_worker(tuned, tuned.model, "language_model", LikelihoodLoss(), 1)
-    assert worker.engine.engine_config is tuned.training_engine is tuned.parted
+    assert SFTRank(tuned, tuned.model, 1).trained.engine.engine_config is tuned.training_engine is tuned.parted

@@ -105,7 +105,7 @@ COLUMNS: dict[str, Column] = {
         "(T,)",
         "float32",
         "log-prob by the frozen reference policy, nats",
-        written_by=("PPOTrainer.evaluate", "Pairs.with_reference"),
+        written_by=("PPOTrainer.evaluate", "SFTTrainer.prepared"),
         read_by=("apply_kl_in_reward", "ActorLoss.__call__", "DPOLoss.rewards", "Ledger.append"),
         masked=0,
     ),
