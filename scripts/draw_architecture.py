@@ -267,7 +267,7 @@ OUTSIDE_THE_STEP = {  # fine-tuning and preferences
     "DPOLoss.rewards",
     "PairLoss.pair_losses",
     "Pairs.prepare",
-    "Pairs.with_reference",
+    "SFTTrainer.prepared",
     "pair_indices",
     "sequence_groups",
 }
