@@ -16,6 +16,7 @@ from verl.checks.loaded import TrainedModel
 from verl.checks.machine import early_findings
 from verl.commands import doctor
 from verl.config import ConfigError, load_config
+from verl.experimental.agent_loop import AgentLoopBase
 from verl.plugin.findings import Status
 from verl.plugin.platform import get_platform
 from verl.runtime.processes import ProcessGroup
@@ -104,8 +105,8 @@ def test_sources_without_scorer_are_a_doubt_where_a_loop_of_the_user_may_score(j
     assert found.errors == [] and "quickstart/addition" in next(r.detail for r in found.rows if r.name == "scorers")
 
 
-class Loop:
-    async def run(self) -> None: ...
+class Loop(AgentLoopBase):
+    async def run(self, *args: object, **kwargs: object) -> None: ...  # type: ignore[override]
 
 
 def test_a_disk_without_room_for_a_checkpoint_stops_the_run_and_one_with_little_is_a_doubt(job: Path, monkeypatch):
