@@ -24,7 +24,7 @@ PURPOSES = {  # in a few words, what lives in each room
     "commands": "quickstart, certify, serve, generate, eval, merge, doctor",
     "checks": "can this start? each question asked once",
     "trainer": "the step, the source of its trajectories, resume, metrics, fine-tuning",
-    "weight_sync": "new weights to the rollout engine",
+    "weight_sync": "new weights to the rollout",
     "placement": "roles on devices, memory",
     "agent": "conversations and tools",
     "rewards": "reward functions, scorers",
@@ -153,7 +153,7 @@ def draw_room(room: str, lines: int, uses: list[str], place: tuple[float, float,
         box(x, y, width, height, "room"),
         text(x + 12, y + 20, room, "name"),
         text(x + width - 12, y + 20, f"{lines:,} lines" if lines else "import paths only", "count small end"),
-        box(x + width - 12 - lines / 40, y + 27, lines / 40, 4, "bar", 0),
+        box(x + width - 12 - lines / 40, y, lines / 40, 4, "bar", 0),  # along the edge, where no text is
         text(x + 12, y + 37, PURPOSES[room], "small"),
         text(x + 12, y + 54, "uses", "count small"),
     ]
@@ -315,6 +315,9 @@ def draw_columns() -> str:
     return picture(bottom + 20, "Which stage of a step adds and reads which column", parts)
 
 
+CODE_WIDTH = 8  # of a letter of a column's name
+
+
 def draw_column(name: str, column: Column, y: float) -> list[str]:
     """One line: its name and type, a dot in every stage that adds or reads it, a line from the first to the last.
 
@@ -324,7 +327,7 @@ def draw_column(name: str, column: Column, y: float) -> list[str]:
     kind = column.dtype + (" x 2" if column.shape == "(N, 2)" else "")
     kind += "" if column.scope in ("step", "preference pairs") else f", {column.scope}"
     out = [f"<g><title>{escape(name)}: {escape(column.meaning)}</title>", text(24, y + 5, name, "code")]
-    out.append(text(164, y + 5, kind, "faint small"))
+    out.append(text(max(164, 30 + CODE_WIDTH * len(name)), y + 5, kind, "faint small"))
     if not writes:
         out.append(text(CENTRES[0], y + 5, column.scope if column.written_by else "your own code", "faint small mid"))
     elif column.scope == "step":

@@ -25,6 +25,7 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 # is in `verl.doors` or in the room it is about; nothing inside imports one.
 SHIMS = {
     "verl.__main__",
+    "verl.agent.llm_server",
     "verl.experimental.agent_loop",
     "verl.experimental.fully_async_policy",
     "verl.experimental.one_step_off_policy",
@@ -41,6 +42,7 @@ SHIMS = {
     "verl.trainer.main_generation_server",
     "verl.trainer.ppo.core_algos",
     "verl.trainer.ppo.v1",
+    "verl.trainer.validation_metrics",
     "verl.utils.dataset",
     "verl.utils.device",
     "verl.utils.distributed",

@@ -20,8 +20,12 @@ from verl.config.run_config import RunConfig
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import DataError
+from verl.utils.import_paths import names_from
 from verl.utils.registry import Registry
 from verl.workers.rollout.base import Completion
+
+_EARLIER = ("AgentLoopBase", "AgentLoopOutput", "ConfigWrap", "ToolListWrap")  # which earlier loops import from here
+__getattr__ = names_from(__name__, **dict.fromkeys(_EARLIER, "verl.doors.agent_loop"))
 
 
 @dataclass(frozen=True)

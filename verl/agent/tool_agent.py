@@ -19,6 +19,7 @@ from verl.data.chat import Message, with_answer
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import DataError
+from verl.utils.import_paths import names_from
 from verl.workers.rollout.base import Completion, SamplingParams
 
 
@@ -60,6 +61,7 @@ class AgentData(Transcript):
 
 
 TOOL_AGENT = "tool_agent"
+__getattr__ = names_from(__name__, ToolAgentLoop="verl.doors.agent_loop")  # which earlier loops import from here
 # An answer to token ids, by sampling settings, of at most so many tokens, which also ends at any of these.
 Generate = Callable[[list[int], Any, int, tuple[int, ...]], Awaitable[Completion]]
 

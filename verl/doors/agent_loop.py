@@ -25,7 +25,7 @@ from verl.data.chat import Message
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.doors.continuous_tokens import Merged, merge_answer, merge_turns
-from verl.doors.llm_server import LLMServerClient, refuse_media
+from verl.doors.llm_server import VERSION_FIELDS, LLMServerClient, refuse_media
 from verl.doors.loop_outputs import AgentLoopMetrics, AgentLoopOutput, read_outputs
 from verl.workers.rollout.base import Completion
 
@@ -197,8 +197,11 @@ class ToolAgentLoop(ToolAgent, AgentLoopBase):
     async def _ask(self, ids: list[int], sampling_params: Any, most: int, stops: tuple[int, ...]) -> Completion:
         stop_ids = (*sampling_params.get("stop_token_ids", ()), *stops)
         limited = {**sampling_params, "max_tokens": most, "stop_token_ids": stop_ids}
-        await self.server_manager.generate("any", prompt_ids=ids, sampling_params=limited)
-        return self.server_manager.answers[-1]
+        answer = await self.server_manager.generate("any", prompt_ids=ids, sampling_params=limited)
+        versions = tuple(answer.extra_fields.get(name, 0) for name in VERSION_FIELDS)
+        reason = "stop" if answer.stop_reason == "completed" else str(answer.stop_reason)
+        logprobs = answer.log_probs or [0.0] * len(answer.token_ids)
+        return Completion(list(answer.token_ids), list(logprobs), reason, versions)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         extra_info = {**(kwargs.get("extra_info") or {}), "tools_kwargs": kwargs.get("tools_kwargs")}

@@ -79,7 +79,7 @@ class WorkerGroup(ABC):
 
     @property
     def local_worker(self) -> Any | None:
-        """The worker, if its only rank is this process; None where workers run in other processes."""
+        """The worker of this process; None where all workers run in other processes."""
         return None
 
     def broadcast(self, method: str, *args: Any) -> list[Any]:

@@ -51,6 +51,10 @@ class LaunchedGroup(WorkerGroup):
         self._watching.enter_context(_watch_each_other("fit", stall_timeout_s))
         self._reply("__init__", lambda: setattr(self, "worker", factory()))
 
+    @property
+    def local_worker(self) -> Any:
+        return self.worker
+
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self._is_served = False
         with _says_lost_rank(method, self.root):

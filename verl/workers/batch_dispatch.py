@@ -118,10 +118,11 @@ class ShardDispatcher:
         self.on_sequences(self._sequences_done, self._sequences)
 
     def _watch_engine(self) -> None:
-        """Count the sequences inside a call, where the engine is in this process; roles may share an engine."""
+        """Count the sequences inside a call by an engine in this process, as if all ranks were as far."""
         if self.group.local_worker is not None:
-            done, of = self._sequences_done, self._sequences
-            self.group.local_worker.engine.on_sequences = lambda inside: self.on_sequences(done + inside, of)
+            done, of, ranks = self._sequences_done, self._sequences, self.group.layout.dp
+            told = lambda inside: self.on_sequences(min(done + inside * ranks, of), of)  # noqa: E731
+            self.group.local_worker.engine.on_sequences = told
 
     def shards(self, batch: Batch, micro: MicroBatching) -> list[Shard]:
         self.shares_prompts = self.share_prompts is True

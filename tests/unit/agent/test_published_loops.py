@@ -13,6 +13,7 @@ from tests.agent_cases import ScriptedEngine, make_agent_runner, run_conversatio
 from verl.agent.incremental_template import IncrementalTemplate
 from verl.agent.policy import Policy
 from verl.agent.tools import call_tool, load_tools
+from verl.config import load_config
 from verl.doors.continuous_tokens import merge_answer, merge_turns
 from verl.doors.llm_server import LLMServerClient
 from verl.doors.loop_outputs import read_outputs
@@ -145,7 +146,7 @@ class Counted(ToolAgentLoop):
 
     async def generate_turn(self, data: Any, sampling_params: Any) -> Any:
         assert data.state is AgentState.GENERATING
-        calls = await super().generate_turn(data, sampling_params)
+        calls = await super().generate_turn(data, {**sampling_params, "temperature": 0.5})
         data.metrics.num_preempted = data.assistant_turns
         return calls
 
@@ -163,6 +164,24 @@ def test_a_published_tool_agent_may_be_derived_from(tokenizer: Any, tool_file: P
     assert t.loop_timings["num_preempted"] == 2
     [t] = run_conversations(made, ScriptedEngine(tokenizer, ["five<|im_end|>"]), agent_name="one")
     assert tokenizer.decode(t.tokens[t.loss_mask]) == "five<|im_end|>"
+
+
+def test_a_tool_agent_of_earlier_import_paths_asks_any_server(tokenizer: Any):
+    from verl.agent.llm_server import TokenOutput
+    from verl.agent.loop import ConfigWrap, ToolListWrap
+    from verl.agent.tool_agent import ToolAgentLoop as Earlier
+
+    class Server:
+        async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **media: Any) -> Any:
+            assert sampling_params["temperature"] == 0.5 and sampling_params["max_tokens"] == 60
+            ids = tokenizer("5<|im_end|>", add_special_tokens=False)["input_ids"]
+            return TokenOutput(ids, [-0.5] * len(ids), "completed", extra_fields={"min_global_steps": 3})
+
+    config = load_config(["actor_rollout_ref.model.path=x", "data.max_response_length=60"])
+    loop = Earlier(ConfigWrap(config), Server(), tokenizer, tools=ToolListWrap([]))
+    output = asyncio.run(loop.run({"temperature": 0.5}, raw_prompt=[{"role": "user", "content": "?"}], index=0))
+    assert tokenizer.decode(output.response_ids) == "5<|im_end|>" and set(output.response_logprobs) == {-0.5}
+    assert output.response_mask == [1] * len(output.response_ids) and output.extra_fields["stop_reason"] == "stop"
 
 
 def weather(city: str, days: list[int], unit: str = "C") -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from verl.config import HFModelConfig, SFTConfig
 from verl.config.base import record_reads, recorded_reads
 from verl.models.fastest import keep_choices_in
+from verl.observe.profiling.nsys import check_nsys
 from verl.observe.profiling.rank_profiler import RankProfiler
 from verl.placement.devices import check_devices_asked_for, chosen_runtime, report_local_head
 from verl.plugin.platform import choose_platform, get_platform
@@ -41,6 +42,8 @@ class SFTRank:
         keep_choices_in(Path(config.trainer.default_local_dir))
         import_external(config.model.external_lib)  # which may register the loss
         seed_generators(config.trainer.seed)
+        if config.trainer.profile_interval[0] > 0 and config.profiler.enable and config.profiler.tool == "nsys":
+            check_nsys(is_rank=True)
         self.profiler = RankProfiler(config.profiler, "sft", RankInfo.from_environment().rank)
         objective, settings = objective_of(config), config.training_engine
         if config.data.pad_mode == "right":

@@ -22,7 +22,6 @@ from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.fastest import keep_choices_in
 from verl.models.load import describe_ends
 from verl.observe.exporter import NAME, Exporter
-from verl.observe.profiling.nsys import check_nsys
 from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
@@ -84,8 +83,6 @@ class SFTTrainer:
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, folder_of_copies(settings))
         self.progress, self.summary = Progress.silent(), RunSummary()
         first, last = settings.profile_interval
-        if first > 0 and config.profiler.enable and config.profiler.tool == "nsys":
-            check_nsys(is_rank=True)
         steps = list(range(first, last + 1)) if first > 0 and config.profiler.enable else []
         self.profiler = StepProfiler(steps, True, self.broadcast, note, on_written=note_profile(self.root))
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
