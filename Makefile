@@ -61,7 +61,7 @@ test-times: $(DEV)
 	$(BIN)/python -m scripts.slowest_tests $(TIMES)/*.xml > docs/reference/tests.md.tmp && mv docs/reference/tests.md.tmp docs/reference/tests.md
 
 # The files of kernels and decoders once more, as on processors without AVX-512: `make soak PART=avx2` runs all files so.
-KERNELS := attention decoder fused_rms_norm head head_kernels head_precision
+KERNELS := attention decoder rms_norm head head_kernels head_precision
 test-avx2: export OMP_NUM_THREADS ?= 1
 test-avx2: $(DEV)
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -q -m "not soak" $(ARGS) \
