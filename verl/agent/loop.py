@@ -4,7 +4,9 @@ A loop is a coroutine: it gets what the loops of a run share, the policy and a r
 token ids, their log-probs and their versions are kept as the policy gave them.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
@@ -58,6 +60,13 @@ class LoopTimings:
     tool_calls: float = 0.0
     compute_score: float = 0.0
     num_preempted: int = -1
+
+    @contextmanager
+    def timed(self, activity: str) -> Iterator[None]:
+        """Add the seconds until the block ends to those of `activity`."""
+        started = time.perf_counter()
+        yield
+        setattr(self, activity, getattr(self, activity) + time.perf_counter() - started)
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from verl.agent.policy import Policy
 from verl.agent.tool_parsers import FunctionCall, ToolParser
 from verl.agent.tool_schemas import schema_dict
 from verl.agent.tools import call_tool, truncate_text
+from verl.config.rollout import MultiTurnConfig
 from verl.data.chat import Message, with_answer
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
@@ -50,6 +50,37 @@ class AgentData(Transcript):
     interaction: Conversation | None = None
     is_over: bool = False  # a limit is reached, or the last answer is not complete
 
+    def note_calls(self, calls: list[FunctionCall]) -> None:
+        """The last answer calls these tools; the interaction replies where it calls none and is not the last one."""
+        waits = self.interaction is not None and not self.is_over
+        without_calls = AgentState.INTERACTING if waits else AgentState.TERMINATED
+        self.tool_calls, self.state = calls, AgentState.PROCESSING_TOOLS if calls else without_calls
+
+    def goes_on(self, goes_on: bool = True) -> None:
+        """The policy answers next, or nobody does."""
+        self.state = AgentState.GENERATING if goes_on else AgentState.TERMINATED
+
+    def note_answer(self, answer: Completion, settings: MultiTurnConfig, most: int) -> None:
+        """Append an answer of at most `most` tokens; it is the last one where it or the conversation is at a limit."""
+        self.add_answer(answer)
+        self.assistant_turns += 1
+        self.is_over = bool(
+            answer.stop_reason != "stop"
+            or len(answer.token_ids) >= most
+            or (settings.max_assistant_turns and self.assistant_turns >= settings.max_assistant_turns)
+            or (settings.max_user_turns is not None and self.user_turns >= settings.max_user_turns)
+        )
+
+    def note_replies(self, replies: list[Message], ids: list[int], most: int) -> bool:
+        """Append turns of others; False where their `ids` leave none of `most` tokens for an answer."""
+        self.messages += replies
+        if len(ids) >= most:
+            self.stop_reason = "length"
+            return False
+        self.add_turns(ids)
+        self.user_turns += 1
+        return True
+
     @property
     def num_turns(self) -> int:
         return 1 + self.assistant_turns + self.user_turns
@@ -82,40 +113,37 @@ class ToolAgent:
         self, messages: list[Message], extra_info: dict[str, Any], row: Any, sampling: Any
     ) -> AgentData:
         """The whole conversation that begins with `messages`; `sampling` is what `generate` takes."""
-        data = AgentData(list(messages), dict(extra_info.get("tools_kwargs") or {}))
-        data.interaction = await start_conversation(self.settings.interaction_config_path, extra_info, data.request_id)
+        request_id, kwargs = uuid.uuid4().hex, dict(extra_info.get("tools_kwargs") or {})
+        interaction = await start_conversation(self.settings.interaction_config_path, extra_info, request_id)
+        data = AgentData(list(messages), kwargs, request_id=request_id, interaction=interaction)
         try:
             await self.converse(data, sampling, row)
         finally:
-            if data.interaction is not None:
-                await data.interaction.close()
+            if interaction is not None:
+                await interaction.close()
         return data
 
     async def converse(self, data: AgentData, sampling: Any, row: Any) -> None:
         """Take turns until nothing follows."""
         while data.state is not AgentState.TERMINATED:
             if data.state is AgentState.PENDING:
-                self.build_prompt(data, row)
-                data.state = AgentState.GENERATING
+                data.prompt_ids.extend(self.prompt_tokens(data.messages, row))
+                data.goes_on()
             elif data.state is AgentState.GENERATING:
-                data.tool_calls = await self.generate_turn(data, sampling)
-                waits = data.interaction is not None and not data.is_over
-                without_calls = AgentState.INTERACTING if waits else AgentState.TERMINATED
-                data.state = AgentState.PROCESSING_TOOLS if data.tool_calls else without_calls
+                data.note_calls(await self.generate_turn(data, sampling))
             else:
                 of_tools = data.state is AgentState.PROCESSING_TOOLS
-                goes_on = await (self.run_tool_calls(data, data.tool_calls) if of_tools else self.interact(data))
-                data.state = AgentState.GENERATING if goes_on else AgentState.TERMINATED
+                data.goes_on(await (self.run_tool_calls(data, data.tool_calls) if of_tools else self.interact(data)))
 
-    def build_prompt(self, data: AgentData, row: Any) -> None:
-        """Tokenise the messages; DataError where they are longer than data.max_prompt_length."""
-        data.prompt_ids = self.incremental_template.initial_tokens(data.messages)
-        limit = self.rollout_config.prompt_length
-        if len(data.prompt_ids) > limit:
+    def prompt_tokens(self, messages: list[Message], row: Any) -> list[int]:
+        """Token ids of the messages; DataError where they are more than data.max_prompt_length."""
+        ids, limit = self.incremental_template.initial_tokens(messages), self.rollout_config.prompt_length
+        if len(ids) > limit:
             raise DataError(
-                f"row {row}: the prompt with the tools' descriptions has {len(data.prompt_ids)} "
+                f"row {row}: the prompt with the tools' descriptions has {len(ids)} "
                 f"tokens, more than data.max_prompt_length={limit}; raise it, or offer fewer tools"
             )
+        return ids
 
     def remaining_tokens(self, data: AgentData) -> int:
         """Number of tokens that still fit into response_length."""
@@ -123,39 +151,29 @@ class ToolAgent:
 
     async def generate_turn(self, data: AgentData, sampling: Any) -> list[FunctionCall]:
         """Sample one turn of the policy; returns its tool calls, or none when the conversation is over."""
-        start_time = time.perf_counter()
         prompt_ids = [*data.prompt_ids, *data.response_ids]
         most, stops = self.remaining_tokens(data), tuple(self.parser.stop_token_ids)
-        answer = await self.generate(prompt_ids, sampling, most, stops)
-        data.metrics.generate_sequences += time.perf_counter() - start_time
-        data.add_answer(answer)
-        data.assistant_turns += 1
-        max_assistant_turns, max_user_turns = self.settings.max_assistant_turns, self.settings.max_user_turns
-        data.is_over = bool(
-            answer.stop_reason != "stop"
-            or self.remaining_tokens(data) <= 0
-            or (max_assistant_turns and data.assistant_turns >= max_assistant_turns)
-            or (max_user_turns is not None and data.user_turns >= max_user_turns)
-        )
+        with data.metrics.timed("generate_sequences"):
+            answer = await self.generate(prompt_ids, sampling, most, stops)
+        data.note_answer(answer, self.settings, most)
         if data.is_over:
             return []
         answer_ids = [*self.parser.begun_ids(data.messages, prompt_ids), *answer.token_ids]
         if data.interaction is not None:
             text = str(self.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
-            data.messages = with_answer(data.messages, text)
+            data.messages[:] = with_answer(data.messages, text)
         _, calls = await self.parser.extract_tool_calls(self.parser.spoken_ids(answer_ids), self.schemas)
         return calls[: self.settings.max_parallel_calls]
 
     async def run_tool_calls(self, data: AgentData, calls: list[FunctionCall]) -> bool:
         """Run the calls concurrently and append their results; False when the results do not fit."""
-        start_time = time.perf_counter()
-        results = await asyncio.gather(
-            *(
-                call_tool(self.tools, call.name, call.arguments, self._create_kwargs(data, call.name), data)
-                for call in calls
+        with data.metrics.timed("tool_calls"):
+            results = await asyncio.gather(
+                *(
+                    call_tool(self.tools, call.name, call.arguments, self._create_kwargs(data, call.name), data)
+                    for call in calls
+                )
             )
-        )
-        data.metrics.tool_calls += time.perf_counter() - start_time
         replies: list[Message] = []
         for call, (response, reward, _) in zip(calls, results, strict=True):
             text = truncate_text(
@@ -164,7 +182,7 @@ class ToolAgent:
             reply: Message = {"role": "tool", "name": call.name, "content": text}
             replies.append(reply if call.tool_call_id is None else {**reply, "tool_call_id": call.tool_call_id})
             data.tool_rewards.append(reward)
-            data.tool_errors += [(call.name, response.failure)] if response.failure else []
+            data.tool_errors.extend([(call.name, response.failure)] if response.failure else [])
         return self.append_turns(data, replies)
 
     async def interact(self, data: AgentData) -> bool:
@@ -175,14 +193,8 @@ class ToolAgent:
 
     def append_turns(self, data: AgentData, replies: list[Message]) -> bool:
         """Append the turns and the generation prompt; False where they do not fit."""
-        data.messages += replies
         new_ids = self.incremental_template.appended_tokens(replies, data.response_ids)
-        if len(new_ids) >= self.remaining_tokens(data):
-            data.stop_reason = "length"
-            return False
-        data.add_turns(new_ids)
-        data.user_turns += 1
-        return True
+        return data.note_replies(replies, new_ids, self.remaining_tokens(data))
 
     @staticmethod
     def _create_kwargs(data: AgentData, name: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Counts of rollout engines: each only grows, and every reader subtracts what it read before."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -122,6 +124,30 @@ class Counters:
     model_s: float = 0.0
     sampling_s: float = 0.0
     scheduling_s: float = 0.0
+
+    def add_prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prefill_tokens += sum(map(len, prompts))
+        self.prompts_computed += len(prompts)
+
+    def add_decode(self, rows: int, columns: int) -> None:
+        """A step of `rows` answers over as many cache columns each."""
+        self.decode_steps += 1
+        self.row_steps += rows
+        self.cache_columns += rows * columns
+
+    @contextmanager
+    def timed_model(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.model_s += time.perf_counter() - started
+
+    def add_sampled(self, tokens: int, seconds: float) -> None:
+        self.generated_tokens += tokens
+        self.sampling_s += seconds
+
+    def add_scheduling(self, seconds: float, before: "Counters") -> None:
+        """The part of the `seconds` since `before` that neither the model nor the sampling took."""
+        self.scheduling_s += seconds - (self.model_s - before.model_s) - (self.sampling_s - before.sampling_s)
 
     def decoded_since(self, before: "Counters") -> tuple[int, int] | None:
         """(answers that ran, tokens in their caches) of the decode step since `before`; None if prompts came, too."""

@@ -31,6 +31,18 @@ class _Open:
         sampled = self.request.sampled
         return self.aborted or (bool(sampled) and not any(sample.is_unfinished for sample in sampled))
 
+    async def wait(self) -> None:
+        """Return once it is woken."""
+        self.turn = asyncio.get_running_loop().create_future()
+        await self.turn
+
+    def has(self, sampled: Sequence[Completion]) -> None:
+        self.request = replace(self.request, sampled=tuple(sampled))
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.wake()
+
     def wake(self) -> None:
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
@@ -66,8 +78,7 @@ class ParkingEngine(WrappedEngine):
         try:
             while not opened.done:
                 if self._is_parked:
-                    opened.turn = asyncio.get_running_loop().create_future()
-                    await opened.turn
+                    await opened.wait()
                 else:
                     await self._ask(opened)
         finally:
@@ -90,8 +101,8 @@ class ParkingEngine(WrappedEngine):
         self._num_asked += 1
         try:
             if self.continues or not any(sample.token_ids or not sample.is_unfinished for sample in sampled):
-                opened.asked = {request.request_id: None}
-                opened.request = replace(request, sampled=tuple(await self.inner.generate(request)))
+                opened.asked[request.request_id] = None
+                opened.has(await self.inner.generate(request))
                 return
             async with asyncio.TaskGroup() as rests:
                 for number in (number for number, sample in enumerate(sampled) if sample.is_unfinished):
@@ -99,7 +110,8 @@ class ParkingEngine(WrappedEngine):
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled because of it
         finally:
-            opened.asked, self._num_asked = {}, self._num_asked - 1
+            opened.asked.clear()
+            self._num_asked -= 1
             self._returned.set()
 
     async def _ask_for_rest(self, opened: _Open, number: int) -> None:
@@ -110,7 +122,7 @@ class ParkingEngine(WrappedEngine):
         opened.asked[rest.request_id] = number
         [part] = await self.inner.generate(rest)
         del opened.asked[rest.request_id]
-        opened.request = _with_part(opened.request, number, part)
+        opened.has(_with_part(opened.request, number, part).sampled)
 
     async def park(self) -> None:
         self._is_parked = True
@@ -148,8 +160,7 @@ class ParkingEngine(WrappedEngine):
     async def abort(self, request_id: int | None = None) -> None:
         for number, opened in tuple(self._open.items()):
             if request_id in (None, number):
-                opened.aborted = True
-                opened.wake()
+                opened.abort()
                 for inner_id in tuple(opened.asked):
                     await self.inner.abort(inner_id)
 

@@ -32,6 +32,11 @@ class AsyncCounts:
         self.stale_groups += sum(age > 0 for age in ages)
         self.stale_trajectories += sum(t.policy_version[0] < version for t in trajectories)
 
+    def add_publish(self, dropped: int) -> None:
+        """Count the groups that became too old by a publish."""
+        self.dropped_groups += dropped
+        self.dropped_now = dropped
+
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
@@ -48,6 +53,9 @@ class StepTally:
     waited_s: float = 0.0  # the trainer in `take`, in which a colocated rollout works
     trained_s: float = 0.0  # between one `take` and the next
     idle_s: float = 0.0  # of a rollout apart
+
+    def add_training(self, seconds: float) -> None:
+        self.trained_s += seconds
 
     def add(self, ages: Sequence[int], trajectories: Sequence[Trajectory], waited_s: float, idle_s: float) -> None:
         """One `take` more."""

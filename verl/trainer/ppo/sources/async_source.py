@@ -110,7 +110,7 @@ class AsyncSource(TrajectorySource):
         stats_before = self._stats_before or await engine.stats()
         if not self.goes_on:
             await self.published(engine.version, time.perf_counter() - self._parked_at if self._parked_at else None)
-        self._step.trained_s += trained_s
+        self._step.add_training(trained_s)
         await self._until_ready(num_prompts)
         if engine.can_park and not self.goes_on:
             await engine.park()
@@ -197,8 +197,7 @@ class AsyncSource(TrajectorySource):
             if flight.task is not None:
                 flight.task.cancel()
             self.events.add("dropped", group=number, row=flight.row.index, admitted_at=flight.version)
-        self.counts.dropped_groups += len(dropped)
-        self.counts.dropped_now = len(dropped)
+        self.counts.add_publish(len(dropped))
 
     def _admit(self) -> None:
         """Send prompts while there is room."""
@@ -323,12 +322,10 @@ class AsyncSource(TrajectorySource):
         self.events.add("resumed", version=engine.version, groups=groups)
         rows = self.prompts.rows_of([group["row"] for group in saved["groups"]])
         for group, row in zip(saved["groups"], rows, strict=True):
-            flight = Flight(group["group"], row, group["version"])
-            flight.answers = trajectories_from_json(group["answers"], flight.number, row.index)
-            flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
-            known = by_position(group.get("known_logprobs", []), flight.answers, in_flight)
-            flight.engine = self._engine_for(flight.number, known)
-            self._send(flight)
+            number = group["group"]
+            answers, greedy = (trajectories_from_json(group[key], number, row.index) for key in ("answers", "greedy"))
+            engine = self._engine_for(number, by_position(group.get("known_logprobs", []), answers, in_flight))
+            self._send(Flight(number, row, group["version"], answers, greedy, engine=engine))
         await self._until_sent()
 
     @property

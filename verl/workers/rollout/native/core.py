@@ -108,7 +108,7 @@ class NativeCore:
         for state in finished:
             del self.states[state.request.request_id]
         seconds = time.perf_counter() - started
-        now.scheduling_s += seconds - (now.model_s - before.model_s) - (now.sampling_s - before.sampling_s)
+        now.add_scheduling(seconds, before)
         if decoded := now.decoded_since(before):
             self.decode_times.record(*decoded, seconds)
         return finished
@@ -138,9 +138,7 @@ class NativeCore:
         aborted = [i for i, row in enumerate(rows) if request_id is None or row.state.request.request_id == request_id]
         finished = self._take_completed_requests([(i, "aborted") for i in aborted])
         for state in removed:
-            for sample in state.waiting:
-                state.finish(sample, state.before(sample))
-            state.waiting = []
+            state.finish_waiting()
             if state.done and state not in finished:
                 finished.append(state)
         for state in finished:
@@ -228,9 +226,8 @@ class NativeCore:
         first = self.table.count
         logits = None
         if not batch.is_cached:
-            started = time.perf_counter()
-            logits = self.decoder.prefill(batch.prompts, self._cache_target(batch, self.column))
-            self.counters.model_s += time.perf_counter() - started
+            with self.counters.timed_model():
+                logits = self.decoder.prefill(batch.prompts, self._cache_target(batch, self.column))
         return self._sample(self._add_rows(batch, logits), slice(first, self.table.count))
 
     def _cache_target(self, batch: PrefillBatch, column: int) -> CacheTarget:
@@ -247,8 +244,7 @@ class NativeCore:
         if logits_NV is None:
             logits_NV = torch.stack([r.cached_prompt.logits_V for r in batch.requests])
         else:
-            self.counters.prefill_tokens += sum(map(len, batch.prompts))
-            self.counters.prompts_computed += len(batch.prompts)
+            self.counters.add_prefill(batch.prompts)
             for request, logits_V in zip(batch.requests, logits_NV, strict=True):
                 if batch.shares_prompts:
                     request.cached_prompt = CachedPrompt(request.prompt, self.version, logits_V.clone())
@@ -268,16 +264,13 @@ class NativeCore:
         count, column = table.count, self.column
         own_starts, tokens = table.own_starts[:count], table.tokens[:count, column]
         window = CacheWindow(column, self.low, table.starts[:count], self.ragged, own_starts, self.sharing)
-        started = time.perf_counter()
-        if prefill and not prefill.is_cached:
-            target = self._cache_target(prefill, column + 1)
-            logits = self.decoder.decode_and_prefill(tokens, window, prefill.prompts, target)
-        else:
-            logits = self.decoder.decode(tokens, window)
-        self.counters.model_s += time.perf_counter() - started
-        self.counters.decode_steps += 1
-        self.counters.row_steps += count
-        self.counters.cache_columns += count * (column + 1 - self.low)
+        with self.counters.timed_model():
+            if prefill and not prefill.is_cached:
+                target = self._cache_target(prefill, column + 1)
+                logits = self.decoder.decode_and_prefill(tokens, window, prefill.prompts, target)
+            else:
+                logits = self.decoder.decode(tokens, window)
+        self.counters.add_decode(count, column + 1 - self.low)
         self.column += 1
         if prefill:
             first_logits = self._add_rows(prefill, None if prefill.is_cached else logits[count:])
@@ -302,8 +295,7 @@ class NativeCore:
         ended = (stopped | (column >= table.last_columns[rows]) | not_finite).nonzero().squeeze(1)
         ended_rows = zip((ended + rows.start).tolist(), stopped[ended].tolist(), strict=True)
         reasons = {row: "stop" if stop else "length" for row, stop in ended_rows}
-        self.counters.sampling_s += time.perf_counter() - started
-        self.counters.generated_tokens += rows.stop - rows.start
+        self.counters.add_sampled(rows.stop - rows.start, time.perf_counter() - started)
         if reasons and bool(not_finite.any()):
             self._raise_not_finite(rows.start + int(not_finite.nonzero()[0]))
         if steps.stop_texts:
@@ -340,7 +332,7 @@ class NativeCore:
             sequence = table.rows[row]
             generated = slice(sequence.first_column - low, None)
             done = sequence.completion(tokens[generated], logprobs[generated], reason)
-            sequence.state.finish(sequence.sample, done)
+            sequence.state.completions[sequence.sample] = done
             if sequence.state.done:
                 finished.append(sequence.state)
         self._remove_rows(rows)

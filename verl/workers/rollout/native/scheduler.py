@@ -43,8 +43,10 @@ class RequestState:
     def done(self) -> bool:
         return len(self.completions) == self.request.sampling.n
 
-    def finish(self, sample: int, completion: Completion) -> None:
-        self.completions[sample] = completion
+    def finish_waiting(self) -> None:
+        """Each sample that waits ends with the tokens it came with."""
+        self.completions |= {sample: self.before(sample) for sample in self.waiting}
+        self.waiting = []
 
     def result(self) -> list[Completion]:
         return [self.completions[i] for i in range(self.request.sampling.n)]
