@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from verl.config.base import LARGEST_SEED, PATH, Section, key, section
+from verl.config.mesh import MeshShape
 from verl.config.model import HFModelConfig
 from verl.utils.errors import ConfigError
 
@@ -28,6 +29,10 @@ class EngineConfig(Section):
     """The section of a strategy. Only its own engine knows its keys; the trainer reads what is declared here."""
 
     seed: int
+
+    def mesh(self, ranks: int) -> MeshShape:
+        """How `ranks` ranks divide the model and the data; ConfigError where they cannot."""
+        return MeshShape.of(ranks)
 
     @property
     def ranks_per_sequence(self) -> int:
@@ -106,6 +111,7 @@ class FSDPEngineConfig(EngineConfig):
     ulysses_sequence_parallel_size: int = key(
         1, "Ranks that split each sequence (Ulysses); needs use_remove_padding.", minimum=1
     )
+    expert_parallel_size: int = key(1, "Ranks that divide the experts of each layer.", minimum=1)
     use_torch_compile: bool = key(True, "Compile the elementwise operations of the output head on GPUs.")
     head_mode: str = key(
         "auto",
@@ -124,6 +130,14 @@ class FSDPEngineConfig(EngineConfig):
     entropy_from_logits_chunk_size: int = key(2048, "Tokens per chunk of logits in the chunked head.", minimum=1)
     entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head_mode chunked or fused).")
     forward_only: bool = key(False, "No optimiser and no gradients.")
+
+    def mesh(self, ranks: int) -> MeshShape:
+        return MeshShape.of(
+            ranks,
+            context=self.ulysses_sequence_parallel_size,
+            experts=self.expert_parallel_size,
+            fsdp_size=self.fsdp_size,
+        )
 
     @property
     def ranks_per_sequence(self) -> int:

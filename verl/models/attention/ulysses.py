@@ -88,6 +88,12 @@ class PeerOutOfMemory(RuntimeError):
 
 
 _out_of_memory_groups: set[dist.ProcessGroup] = set()
+_stops_with: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def stop_together(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
+    """Where a rank of `group` runs out of memory, all of `whole` stop: they wait for each other elsewhere, too."""
+    _stops_with[group] = whole
 
 
 def check_peers(group: dist.ProcessGroup) -> None:
@@ -96,6 +102,7 @@ def check_peers(group: dist.ProcessGroup) -> None:
     A collective of the group, on the CPU, so that nothing waits for a device. After a failure it raises for the rest of
     the pass.
     """
+    group = _stops_with.get(group, group)
     if group not in _out_of_memory_groups:
         any_failed = torch.zeros((), dtype=torch.int32)
         dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)

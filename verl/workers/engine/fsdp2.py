@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from verl.config import FSDPEngineConfig
 from verl.models.device_moves import move_model
+from verl.models.expert_parallel import divide_experts
 from verl.plugin.library_versions import forget_forward_pass
 from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 from verl.workers.engine.fsdp_units import sharding_units
@@ -44,9 +45,11 @@ class FSDP2Parameters(ModelParameters):
         self.offloads_shards = config.offload_policy  # FSDP moves the shards itself
         source = tensors_by_name(model) if rank_mesh.rank == 0 else {}
         move_model(model, META)
+        mesh = rank_mesh.expert_mesh
+        self._experts = [] if mesh is None else divide_experts(model, mesh["experts"])
         add_run_argument(model)
         self._modules = self._shard(config, precision)
-        self._oom_rescue = OOMRescue(self._count_collectives(), self._forget_pass, rank_mesh.sequence_group)
+        self._oom_rescue = OOMRescue(self._count_collectives(), self._forget_pass, rank_mesh.stop_group)
         parameter_device = torch.device("cpu") if self.offloads_shards else device
         convert_keeping_parameters(lambda: model.to_empty(device=parameter_device))
         if self.offloads_shards:
@@ -67,11 +70,18 @@ class FSDP2Parameters(ModelParameters):
             if self.offloads_shards
             else OffloadPolicy(),
         }
-        units = sharding_units(self.model, config.wrap_policy)
+        for experts in self._experts:  # each rank has other experts; over the ranks that have the same ones
+            fully_shard(
+                experts,
+                reshard_after_forward=config.reshard_after_forward,
+                shard_placement_fn=lambda _: Shard(1),
+                **{**options, "mesh": self.rank_mesh.expert_shard_mesh},
+            )
+        units = [unit for unit in sharding_units(self.model, config.wrap_policy) if unit not in self._experts]
         for unit in reversed(units):
             fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(self.model, reshard_after_forward=False, **options)
-        modules = [module for module in (self.model, *units) if isinstance(module, FSDPModule)]
+        modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -84,7 +94,10 @@ class FSDP2Parameters(ModelParameters):
         mesh = self.rank_mesh.shard_mesh
         assert mesh is not None
         memory = SharedMemoryCollectives.create(self.rank_mesh.shard_group) if self.device.type == "cpu" else None
-        return [FSDP2Collectives(module, memory, has_copies=mesh.ndim > 1) for module in self._modules]
+        return [
+            FSDP2Collectives(module, None if module in self._experts else memory, has_copies=mesh.ndim > 1)
+            for module in self._modules
+        ]
 
     @torch.no_grad()
     def _distribute_values(self, source: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +26,7 @@ class FSDP2Collectives:
         self._num_run = self._num_left_out = 0
         self.unit, self.shared_memory = unit, shared_memory
         self._parameter, self._all_reduced = _first_parameter(unit), False
+        self._sharded_over = None if self._parameter is None else _mesh_of(self._parameter)
         unit.set_custom_all_gather(_AllGather(self))
         unit.set_custom_reduce_scatter(_ReduceScatter(self))
         if has_copies:
@@ -53,8 +55,7 @@ class FSDP2Collectives:
         """Whether the parameters are gathered."""
         if self._parameter is None:
             return False
-        module, name = self._parameter
-        return not isinstance(module.get_parameter(name), DTensor)
+        return _mesh_of(self._parameter) != self._sharded_over
 
     def has_reduced(self) -> bool:
         """Whether this pass has summed the gradient over the copies, which is not counted."""
@@ -106,6 +107,12 @@ def copy_to_all_parts(gathered: Tensor, local: Tensor) -> None:
     for part in gathered.view(-1, len(local)):
         if part.data_ptr() != local.data_ptr():
             part.copy_(local)
+
+
+def _mesh_of(parameter: tuple[nn.Module, str]) -> DeviceMesh | None:
+    """The mesh that a parameter is sharded over now; experts that are gathered still are over one."""
+    found = parameter[0].get_parameter(parameter[1])
+    return found.device_mesh if isinstance(found, DTensor) else None
 
 
 def _first_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.config import FSDPOptimizerConfig
+from verl.models.expert_parallel import parameter_meshes
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
@@ -49,7 +50,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
             f"optim.override_optimizer_config.{unknown[0]} is no argument of {config.optimizer}; "
             f"{did_you_mean(unknown[0], [n for n in accepted if n != 'params'])}"
         )
-    return factory(list(parameters), **{**arguments, **override})
+    by_mesh = [{"params": some} for some in parameter_meshes(list(parameters))]  # which a kernel takes one of
+    return factory(by_mesh, **{**arguments, **override})
 
 
 def warmup_steps(config: FSDPOptimizerConfig) -> int:

@@ -21,6 +21,7 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.models import compiled_layers, lora, registry
 from verl.models.device_moves import keep_freed_memory, move_model
+from verl.models.expert_parallel import check_experts
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.head.token_outputs import (
     OutputHead,
@@ -106,6 +107,8 @@ class TorchEngine(BaseEngine):
         self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
         self.shares_prompts = self.packed and registry.has_full_attention(self.model.config)
         registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size, self.world_size)
+        if self.rank_mesh.expert_mesh is not None:
+            check_experts(self.model, self.rank_mesh.shape)
         self.head_settings = head_settings(self.model_config, self.engine_config)
         self.training_forward = apply_performance_options(self.model, self.model_config, self.trains, self.device)
         self.layer_graphs = compiled_layers.compile_layers(self.model, self.model_config, self.world_size)

@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.tiers import each_once, slow
 from verl.config import load_config
 from verl.config.actor import SFT_BATCHING_KEYS
+from verl.config.mesh import MeshShape
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.utils.errors import ConfigError
@@ -138,7 +139,7 @@ def test_the_budget_halves_until_it_fits_and_long_sequences_run_alone(folder, ca
 def test_the_advice_names_the_key_that_decides_and_what_it_counts_on_one_rank(size, sharers, advice, caplog):
     keys = [f"{key}={value}" for key, value in {"data.max_length": 50, **size}.items()]
     micro = micro_batching(load_config(keys, config_name="sft_trainer").data, SFT_BATCHING_KEYS, sharers)
-    limit = TokenLimit(RankMesh(sequence_size=sharers), torch.device("cpu"), "training")
+    limit = TokenLimit(RankMesh(shape=MeshShape(context=sharers)), torch.device("cpu"), "training")
     found = iter([OOMEvent(50, 6, "no memory"), None])
     with caplog.at_level(logging.WARNING):
         for attempt in limit.attempts(random_batch(), micro, lambda: None):
