@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e import jobs
 from tests.tiers import slow
@@ -45,6 +46,7 @@ JOBS = {
     "adapters": (LORA, [], ["actor"]),
     "adapters, the original FSDP": (LORA, [f"{ARR}.actor.strategy=fsdp"], ["actor"]),
     "tokens of a sequence shared": (WITH_REFERENCE, SHARED, ["actor"]),
+    "experts divided": ([], [f"{ARR}.actor.fsdp_config.expert_parallel_size=2"], ["actor"]),
 }
 
 
@@ -55,14 +57,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def save_mixture(path: Path) -> None:
+    """A random mixture of experts in place of the model in `path`, with its sizes."""
+    dense = AutoConfig.from_pretrained(path).to_dict()
+    sizes = {name: dense[name] for name in dense if name not in ("model_type", "architectures", "mlp_only_layers")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **experts)).save_pretrained(path)
+
+
 def trained(folder: Path, run: str, role: str = "actor", step: int = STEPS) -> dict[str, torch.Tensor]:
     files = sorted((folder / run / f"global_step_{step}" / role / "huggingface").glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("job", ["grpo", "ppo", *slow(list(JOBS)[2:])])
+@pytest.mark.parametrize("job", ["grpo", "ppo", "experts divided", *slow(list(JOBS)[2:-1])])
 def test_two_ranks_sample_and_learn_what_one_does(folder: Path, job: str):
     extra, on_two, roles = JOBS[job]
+    if job == "experts divided":
+        save_mixture(folder / "model")
     jobs.train(folder, "one", *COMMON, *extra)
     jobs.train(folder, "two", *COMMON, *extra, *on_two, "trainer.n_gpus_per_node=2")
     assert_same_answers(folder, STEPS)

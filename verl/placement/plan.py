@@ -117,6 +117,7 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
     replicas = [_rollout_replicas(config, holder["rollout"], machine, runtime, notes)]
     if "reward_model" in holder and reward_model_place(config.reward) != "ranks":
         replicas.append(_reward_replicas(config, holder["reward_model"], machine))
+    notes += _mesh_notes(config, holder)
     share = config.ray_kwargs.devices_per_rank if runtime == "ray" else 1.0
     plan = Plan(machine, runtime, tuple(pools), tuple(replicas), tuple(notes), share)
     if plan.num_nodes > 1 and runtime in ("inline", "processes"):
@@ -126,6 +127,14 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
             "on one; use trainer.runtime=ray"
         )
     return plan
+
+
+def _mesh_notes(config: RunConfig, holder: dict[str, Pool]) -> list[str]:
+    """What the ranks of each trained model divide besides data and shards; ConfigError where they cannot."""
+    sections = {"actor": config.actor_rollout_ref.actor, "reference": config.actor_rollout_ref.ref}
+    sections |= {"critic": config.critic} if "critic" in holder else {}
+    meshes = {role: part.engine.mesh(holder[role].num_devices) for role, part in sections.items() if role in holder}
+    return [f"the ranks of the {role} are {mesh}" for role, mesh in meshes.items() if mesh.experts > 1]
 
 
 def _place_pools(config: RunConfig, machine: Machine, runtime: str) -> list[Pool]:

@@ -8,6 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from tests.engine_cases import SHAPE, build_engine, save_tiny_model
 from tests.models.test_transformer import MODELS
 from tests.ranks import run_ranks
+from tests.unit.workers.engine.test_sharded_checkpoint import assert_equal, load, on, train_and_save
 from tests.unit.workers.engine.test_sharding import assert_same_training, distance, train
 from verl.config.mesh import MeshShape
 from verl.data.micro_batches import MicroBatching
@@ -77,6 +78,22 @@ def test_any_mesh_of_four_ranks_trains_like_one(folders):
     ranks, alone = run_ranks(4, train_cases, folders["qwen3_moe"], 4, MESHES, {}), train(folders["qwen3_moe"], {})
     for name in MESHES:
         assert_same_training([rank[name] for rank in ranks], alone)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("2", "1"), ("1", "2"), ("2", "2 x 2"), ("2 x 2", "4")])
+def test_any_mesh_loads_what_any_mesh_saved(folders, tmp_path, saving, loading):
+    """Parameters, optimiser state and schedule, bit for bit."""
+    meshes = {
+        "1": (1, {}),
+        "2": (2, {"expert_parallel_size": 2}),
+        "2 x 2": (4, {"expert_parallel_size": 2}),
+        "4": (4, {"expert_parallel_size": 4}),
+    }
+    (size, first), (others, second) = meshes[saving], meshes[loading]
+    folder = folders["qwen3_moe"]
+    saved = on(size, train_and_save, folder, tmp_path / "saved", size, {"dtype": "fp32", **first})[0]
+    for found in on(others, load, folder, tmp_path / "saved", others, {"dtype": "fp32", **second}):
+        assert_equal(found, saved)
 
 
 def counted(folder: Any) -> tuple[int, list[int]]:

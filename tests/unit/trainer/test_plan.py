@@ -106,6 +106,12 @@ def test_experts_use_the_devices_of_the_replica():
     assert plan(*VLLM, *sizes, f"{ROLLOUT}.expert_parallel_size=4").rollout == plan(*VLLM, *sizes).rollout
 
 
+def test_how_ranks_divide_experts_is_noted_and_refused_before_anything_starts():
+    experts = "actor_rollout_ref.actor.fsdp_config.expert_parallel_size"
+    assert plan(*VLLM, f"{experts}=4").notes == ("the ranks of the actor are 8 data, 4 for experts",)
+    assert "expert_parallel_size=3 does not divide the 8 ranks that hold one copy" in refusal(*VLLM, f"{experts}=3")
+
+
 def test_a_replica_may_take_whole_machines():
     two = [*VLLM, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
     made = plan(*two, f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.data_parallel_size=2", runtime="ray")
