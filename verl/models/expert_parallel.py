@@ -41,7 +41,7 @@ def check_experts(model: nn.Module, shape: MeshShape) -> None:
         )
     rest = shape.sharded // shape.experts
     for experts in found:
-        count = int(experts.num_experts)  # type: ignore[arg-type]
+        count = int(experts.num_experts)
         sizes = {p.shape[1] for p in experts.parameters(recurse=False)}
         allowed = [n for n in range(1, shape.sharded + 1) if shape.sharded % n == 0 == count % n]
         fits = [n for n in allowed if not any(size % (shape.sharded // n) for size in sizes)]

@@ -324,8 +324,8 @@ class AsyncSource(TrajectorySource):
         for group, row in zip(saved["groups"], rows, strict=True):
             number = group["group"]
             answers, greedy = (trajectories_from_json(group[key], number, row.index) for key in ("answers", "greedy"))
-            engine = self._engine_for(number, by_position(group.get("known_logprobs", []), answers, in_flight))
-            self._send(Flight(number, row, group["version"], answers, greedy, engine=engine))
+            known = by_position(group.get("known_logprobs", []), answers, in_flight)
+            self._send(Flight(number, row, group["version"], answers, greedy, engine=self._engine_for(number, known)))
         await self._until_sent()
 
     @property
