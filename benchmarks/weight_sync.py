@@ -147,7 +147,7 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
         read_nothing = {"record": lambda *of: None, "compare_and_reset": lambda reader: ReadBack(0)}
         with (
             patch("verl.workers.rollout.vllm.worker.fingerprint", lambda tensor: ""),
-            patch.multiple("verl.workers.rollout.vllm.layout.WeightReader", **read_nothing),
+            patch.multiple("verl.workers.rollout.vllm.weight_readback.WeightReader", **read_nothing),
         ):
             await engine.load_bucket(weights)
             await engine.finish_update(0)
@@ -218,7 +218,7 @@ def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
 
 def time_of_read_back(sync: CopySync, loop: DriverLoop) -> float:
     """Milliseconds of one publish in which the layers are read back and what they should hold is noted."""
-    from verl.workers.rollout.vllm.layout import WeightReader
+    from verl.workers.rollout.vllm.weight_readback import WeightReader
 
     spent: list[float] = []
 

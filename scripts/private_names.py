@@ -94,6 +94,10 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "enable_adapters(False): freezes them, and the optimiser loses them",
     ),
     ("commands/merge.py", "_from_config"): ("a model class without from_config", "none in transformers"),
+    ("models/expert_parallel.py", "_apply_gate"): (
+        "the activation of a family's experts, which its classes may override",
+        "act_fn: without what GPT-OSS does to gate and up",
+    ),
     ("plugin/library_versions.py", "_impl_tp_layer_overrides"): (
         "the plans of experts that transformers 5.16 looks into before it reads fp8 weights",
         "experts_implementation: one value has a plan, deepgemm_megamoe, which needs a GPU",

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm import worker as vllm_worker
 from verl.workers.rollout.vllm.engine import VLLMEngine
-from verl.workers.rollout.vllm.layout import WeightReader
+from verl.workers.rollout.vllm.weight_readback import WeightReader
 from verl.workers.rollout.vllm.worker import WeightReceiver
 
 VARIABLE = "VERL_BENCHMARK_RELOADS"

@@ -17,7 +17,7 @@ from verl.plugin.platform.cuda import PlatformCUDA
 from verl.runtime import ray_cluster
 from verl.runtime.ray_cluster import Devices, release, reserve
 from verl.runtime.ray_group import RayGroup
-from verl.runtime.versions import own_versions
+from verl.runtime.version_consistency import own_versions
 from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 pytestmark = pytest.mark.ray

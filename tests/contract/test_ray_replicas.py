@@ -24,7 +24,7 @@ from verl.config import load_config
 from verl.placement import pools as placement
 from verl.placement.pools import plan_run, start_pools
 from verl.plugin.platform.cuda import PlatformCUDA
-from verl.runtime.versions import own_versions
+from verl.runtime.version_consistency import own_versions
 from verl.trainer.ppo import rollout_setup
 from verl.workers.rollout.router import Router
 

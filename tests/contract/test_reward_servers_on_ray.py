@@ -24,7 +24,7 @@ from verl.plugin.platform.cuda import PlatformCUDA
 from verl.rewards import reward_servers
 from verl.rewards.base import RewardInput
 from verl.rewards.scoring_pool import end_scoring_processes
-from verl.runtime.versions import own_versions
+from verl.runtime.version_consistency import own_versions
 from verl.trainer.ppo import reward_model_setup
 from verl.trainer.ppo.reward_model_setup import start_reward_model
 from verl.utils.errors import ConfigError, RewardError

@@ -188,7 +188,7 @@ def test_one_wrong_weight_is_caught_as_soon_as_its_share_of_the_columns_is_read(
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 100])
 def test_every_column_of_a_packed_matrix_is_read_within_one_round_of_shares(columns: int):
-    from verl.workers.rollout.vllm.layout import WeightReader
+    from verl.workers.rollout.vllm.weight_readback import WeightReader
 
     reader, layer = WeightReader(torch.nn.Module()), SimpleNamespace(embedding_dim=columns)
     assert reader.columns_to_read(layer) == slice(0, columns)

@@ -50,7 +50,7 @@ class AgentData(Transcript):
     interaction: Conversation | None = None
     is_over: bool = False  # a limit is reached, or the last answer is not complete
 
-    def note_calls(self, calls: list[FunctionCall]) -> None:
+    def set_next_state(self, calls: list[FunctionCall]) -> None:
         """The last answer calls these tools; the interaction replies where it calls none and is not the last one."""
         waits = self.interaction is not None and not self.is_over
         without_calls = AgentState.INTERACTING if waits else AgentState.TERMINATED
@@ -130,7 +130,7 @@ class ToolAgent:
                 data.prompt_ids.extend(self.prompt_tokens(data.messages, row))
                 data.goes_on()
             elif data.state is AgentState.GENERATING:
-                data.note_calls(await self.generate_turn(data, sampling))
+                data.set_next_state(await self.generate_turn(data, sampling))
             else:
                 of_tools = data.state is AgentState.PROCESSING_TOOLS
                 data.goes_on(await (self.run_tool_calls(data, data.tool_calls) if of_tools else self.interact(data)))

@@ -53,7 +53,9 @@ def early_findings(config: RunConfig | SFTConfig) -> Findings:
     rows = config.data.custom_cls
     if name := rows.name:
         found.check(ROWS_CLASS, lambda: check_user_object(rows.path, name, ROWS_CLASS), name)
-    for key, files in files_read(config).items() if not rows.path else ():  # a user's class knows what its files are
+    for key, files in (
+        data_files_by_key(config).items() if not rows.path else ()
+    ):  # a user's class knows what its files are
         check_files(key, files, found)
     return found
 
@@ -128,7 +130,7 @@ def _check_names(config: RunConfig | SFTConfig, found: Findings) -> None:
         found.check(kind, partial(_check_known, f"unknown {kind}", name, known), name)
 
 
-def files_read(config: RunConfig | SFTConfig) -> dict[str, str | list[str]]:
+def data_files_by_key(config: RunConfig | SFTConfig) -> dict[str, str | list[str]]:
     """The data files that the run reads, by key."""
     data = config.data
     files = {"data.train_files": data.train_files}

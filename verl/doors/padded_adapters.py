@@ -211,7 +211,7 @@ class AggLossCapture:
         self.leaves.append(mean.requires_grad_())
         return self.leaves[-1]
 
-    def coefficients(self, loss: Tensor, log_prob: Tensor) -> list[float]:
+    def call_coefficients(self, loss: Tensor, log_prob: Tensor) -> list[float]:
         """The coefficient of each captured matrix in `loss`; ConfigError if `loss` depends on anything else."""
         inputs = self.leaves + ([log_prob] if log_prob.requires_grad else [])
         if not self.leaves or not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -253,7 +253,7 @@ class PolicyLossAdapter(ReducingLoss):
         log_prob, old_log_prob, adv = (padded.to_padded(column) for column in (logprobs, old_logprobs, advantages))
         with self.explain_errors(), torch.enable_grad():
             loss, metrics = self.call(capture.record, config, log_prob, old_log_prob, adv, mask, weights)
-            coefficients = capture.coefficients(loss, log_prob)
+            coefficients = capture.call_coefficients(loss, log_prob)
         losses = padded.to_packed(capture.combined_losses(coefficients))
         numbers = {key.removeprefix("actor/"): losses.new_tensor(float(value)) for key, value in metrics.items()}
         return losses, {key: number.expand_as(losses) for key, number in numbers.items()}
@@ -352,7 +352,7 @@ class PolicyLossAdapter(ReducingLoss):
             torch.manual_seed(0)
             weights = None if weight is None else torch.full_like(old, weight)
             loss, _ = self.call(capture.record, config, log_prob, old, advantages * mask, mask, weights)
-            coefficients = capture.coefficients(loss, log_prob)
+            coefficients = capture.call_coefficients(loss, log_prob)
             value = sum(c * leaf.item() for c, leaf in zip(coefficients, capture.leaves, strict=True))
             if abs(value - loss.item()) > 1e-4 * (1 + abs(value)):
                 raise ConfigError("the loss it returns is not a sum of multiples of what agg_loss returned")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from verl.rewards.one_answer import AnswerItem as DataProtoItem
-from verl.rewards.one_answer import NotInAnswerError, OneAnswer
+from verl.rewards.single_sequence_batch import AnswerItem as DataProtoItem
+from verl.rewards.single_sequence_batch import NotInAnswerError, OneAnswer
 from verl.utils.import_paths import replacement
 
 __all__ = ["DataProto", "DataProtoItem"]

@@ -130,7 +130,7 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
 
 
 def _mesh_notes(config: RunConfig, holder: dict[str, Pool]) -> list[str]:
-    """What the ranks of each trained model divide besides data and shards; ConfigError where they cannot."""
+    """Notes of what the ranks of each model divide besides data and shards; ConfigError where they cannot."""
     sections = {"actor": config.actor_rollout_ref.actor, "reference": config.actor_rollout_ref.ref}
     sections |= {"critic": config.critic} if "critic" in holder else {}
     meshes = {role: part.engine.mesh(holder[role].num_devices) for role, part in sections.items() if role in holder}

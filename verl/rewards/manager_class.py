@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.rewards.base import RewardInput
 from verl.rewards.calls import ManagerSource
 from verl.rewards.managers import MODULE, NAME, REWARD_MANAGERS, ManagerOfClass
-from verl.rewards.one_answer import OneAnswer
+from verl.rewards.single_sequence_batch import OneAnswer
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import load_object
 

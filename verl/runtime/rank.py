@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
-from verl.runtime.versions import check_ranks
+from verl.runtime.version_consistency import check_ranks
 from verl.utils.cores import num_cores
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.process_end import end_without_freeing_objects, exit_now

@@ -26,7 +26,7 @@ from verl.runtime.ray_objects import Factory, ObjectOnRay, plain
 from verl.runtime.ray_processes import RanksOnRay
 from verl.runtime.ray_rank import POLL_S, RankActor
 from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
-from verl.runtime.versions import check_same, own_versions
+from verl.runtime.version_consistency import check_same, own_versions
 from verl.runtime.wire import pack, unpack
 from verl.utils.errors import VerlError, WorkerError
 

@@ -38,7 +38,7 @@ class _Holder:
         return getattr(self.item, method)(*arguments)
 
     def versions(self) -> tuple[str, dict[str, str]]:
-        from verl.runtime.versions import own_versions  # loads torch, as the object need not
+        from verl.runtime.version_consistency import own_versions  # loads torch, as the object need not
 
         return self.node, own_versions()
 
@@ -75,7 +75,7 @@ class ObjectOnRay(ObjectOnNode):
 
     def call(self, method: str, *args: Any, limit_s: float = ANSWER_S) -> Any:
         if not self.is_checked:
-            from verl.runtime.versions import check_same, own_versions
+            from verl.runtime.version_consistency import check_same, own_versions
 
             node, versions = self._answer(self.actor.versions.remote(), limit_s)
             check_same({"the driver's node": own_versions(), f"node {node}": versions})

@@ -22,7 +22,7 @@ from verl.runtime.rank_observation import RankProcess, threads_of_this_process
 from verl.runtime.rank_reports import RankReports, folder_of_this_node
 from verl.runtime.rank_server import CallServer
 from verl.runtime.ray_objects import devices_of_this_actor
-from verl.runtime.versions import own_versions
+from verl.runtime.version_consistency import own_versions
 from verl.runtime.wire import Packed, pack, unpack
 
 POLL_S = 10.0  # after which a rank without replies says so

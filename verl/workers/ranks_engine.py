@@ -9,7 +9,7 @@ from verl.runtime.group import WorkerGroup
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.least_loaded import LeastLoaded
+from verl.workers.rollout.tournament_tree import LeastLoaded
 
 ROLE = "rollout"  # the attribute of `RankWorkers` that is called
 

@@ -11,8 +11,8 @@ from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import RewardInput
 from verl.rewards.managers import check_reward_manager
-from verl.rewards.one_answer import NotInAnswerError, OneAnswer
 from verl.rewards.reward_setup import build_reward
+from verl.rewards.single_sequence_batch import NotInAnswerError, OneAnswer
 from verl.utils.errors import RewardError
 from verl.utils.external_code import load_module
 

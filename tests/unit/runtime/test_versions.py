@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from verl.plugin.platform import PlatformBase, PlatformCPU, PlatformCUDA
-from verl.runtime import versions
-from verl.runtime.versions import check_ranks, check_same, own_versions
+from verl.runtime import version_consistency as versions
+from verl.runtime.version_consistency import check_ranks, check_same, own_versions
 from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 OTHERS = {
@@ -154,7 +154,7 @@ def test_a_rank_0_that_ends_meanwhile_is_not_said_to_be_older():
 
 SCRIPT = """
 import socket
-from verl.runtime import versions
+from verl.runtime import version_consistency as versions
 from verl.runtime.rank import RankInfo
 from verl.utils.errors import ConfigError
 info = RankInfo.from_environment()

@@ -12,7 +12,7 @@ from verl.commands.check_data.rows import Count, Row, Split
 from verl.config import RunConfig
 from verl.data.chat import PromptTemplate
 from verl.data.prompt_rows import WRITTEN_LIST, holds_messages, lacks_tool_arguments
-from verl.observe.checks_page import GOOD, SKIPPED, WARNING, WRONG, CheckResult
+from verl.observe.check_report import GOOD, SKIPPED, WARNING, WRONG, CheckResult
 from verl.rewards.gold_answers import gold_texts
 from verl.utils.errors import ConfigError
 

@@ -22,7 +22,7 @@ from verl.commands.parsers import data_options
 from verl.commands.plan.command import load_run_config
 from verl.config import RunConfig
 from verl.models.load import load_tokenizer
-from verl.observe.checks_page import WARNING, WRONG, CheckResult, print_results, write_checks_page
+from verl.observe.check_report import WARNING, WRONG, CheckResult, print_results, write_checks_page
 from verl.observe.progress import Progress
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external

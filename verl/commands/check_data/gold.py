@@ -9,7 +9,7 @@ from verl.commands.check_data.checks import Examples, found, short, truth
 from verl.commands.check_data.rows import Count, Row, Split
 from verl.commands.score_answers import is_right
 from verl.config import RewardConfig
-from verl.observe.checks_page import SKIPPED, WARNING, WRONG, CheckResult
+from verl.observe.check_report import SKIPPED, WARNING, WRONG, CheckResult
 from verl.rewards.base import NoScorerError, Reward, RewardInput, Score
 from verl.rewards.gold_answers import FORMS, gold_texts
 from verl.rewards.reward_setup import function_reward

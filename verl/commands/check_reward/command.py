@@ -17,7 +17,7 @@ from verl.commands.check_reward.answers import Answer, Answers, Call
 from verl.commands.parsers import reward_options
 from verl.commands.plan.command import load_run_config
 from verl.config import RunConfig
-from verl.observe.checks_page import SKIPPED, WARNING, WRONG, CheckResult, print_results, write_checks_page
+from verl.observe.check_report import SKIPPED, WARNING, WRONG, CheckResult, print_results, write_checks_page
 from verl.observe.progress import Progress
 from verl.rewards.base import Reward, Score
 from verl.rewards.canary import is_storable, may_cost_money

@@ -7,7 +7,7 @@ import numpy as np
 from verl.commands.check_data.checks import found, short
 from verl.commands.check_reward.answers import CUT, EMPTY, GARBAGE, GOLD, OTHER, Answer, Call
 from verl.commands.check_reward.passes import FEWEST_MEMORY_CALLS, is_late
-from verl.observe.checks_page import GOOD, SKIPPED, WARNING, WRONG, CheckResult
+from verl.observe.check_report import GOOD, SKIPPED, WARNING, WRONG, CheckResult
 from verl.rewards.base import Score
 from verl.rewards.canary import has_value
 

@@ -123,7 +123,7 @@ class Generation:
             assert until is not None, "a step waits for answers, and none is being decoded"
             self.now = until
             return []
-        step_s, slower_s = self._step_s()
+        step_s, slower_s = self._step_s_and_growth()
         count = self._running[0][0] - self.steps
         needed_s = self._debt_s + count * (step_s + count * slower_s / 2)
         spent_s = needed_s if until is None else min(needed_s, until - self.now)
@@ -138,7 +138,7 @@ class Generation:
         self.steps = self._running[0][0]
         return list(self._complete())
 
-    def _step_s(self) -> tuple[float, float]:
+    def _step_s_and_growth(self) -> tuple[float, float]:
         """Seconds of a decode step now, and by how many each following one is longer while the same answers run."""
         costs, count = self.costs, len(self._running)
         per_token_s, tokens = costs.per_token_s / self.devices, 0.0

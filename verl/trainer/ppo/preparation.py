@@ -27,7 +27,7 @@ from verl.checks.machine import (
     REWARD_MODEL,
     ROWS_CLASS,
     check_rollout_engine,
-    files_read,
+    data_files_by_key,
 )
 from verl.config import RunConfig
 from verl.config.check import uses_critic
@@ -95,7 +95,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
         found.check("unfinished answers", lambda: check_parking(config), parked)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer(MODEL_KEY, arr.model, longest, LENGTH_KEYS, found)
-    files = {key for key in files_read(config) if not found.has_refused(key, ROWS_CLASS)}
+    files = {key for key in data_files_by_key(config) if not found.has_refused(key, ROWS_CLASS)}
     if tokenizer is None:
         return None
     model_reward, judge, reward = _find_reward(config, tokenizer, found)

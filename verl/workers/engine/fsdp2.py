@@ -18,7 +18,7 @@ from verl.plugin.library_versions import forget_forward_pass
 from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 from verl.workers.engine.fsdp_units import sharding_units
 from verl.workers.engine.model_parameters import ModelParameters, T, Ts
-from verl.workers.engine.oom_rescue import OOMRescue
+from verl.workers.engine.oom_deadlock_guard import OOMDeadlockGuard
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.shared_memory_collectives import SharedMemoryCollectives
@@ -49,7 +49,7 @@ class FSDP2Parameters(ModelParameters):
         self._experts = [] if mesh is None else divide_experts(model, mesh["experts"])
         add_run_argument(model)
         self._modules = self._shard(config, precision)
-        self._oom_rescue = OOMRescue(self._count_collectives(), self._forget_pass, rank_mesh.stop_group)
+        self._deadlock_guard = OOMDeadlockGuard(self._count_collectives(), self._forget_pass, rank_mesh.stop_group)
         parameter_device = torch.device("cpu") if self.offloads_shards else device
         convert_keeping_parameters(lambda: model.to_empty(device=parameter_device))
         if self.offloads_shards:
@@ -111,15 +111,15 @@ class FSDP2Parameters(ModelParameters):
                 tensor.copy_(full)
 
     def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        with self._oom_rescue.forward_pass():
+        with self._deadlock_guard.forward_pass():
             return self.model(run=functools.partial(function, *args))
 
     def backward(self, loss_sum: Tensor, is_last: bool) -> None:
         self._modules[0].set_requires_gradient_sync(is_last)
-        self._oom_rescue.backward(loss_sum)
+        self._deadlock_guard.backward(loss_sum)
 
     def repeat_pass(self) -> None:
-        self._oom_rescue.repeat_pass()
+        self._deadlock_guard.repeat_pass()
 
     def _forget_pass(self) -> None:
         forget_forward_pass(self.model)

@@ -1,4 +1,4 @@
-"""FSDP2's collectives, counted for the out-of-memory rescue, and in shared memory where ranks can share some."""
+"""FSDP2's collectives, counted for the deadlock guard, and in shared memory where ranks can share some."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -15,8 +15,8 @@ from verl.observe.served_requests import served_by
 from verl.utils.errors import ReplicaError, WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.least_loaded import LeastLoaded
 from verl.workers.rollout.remote.profiles import ProfiledServer
+from verl.workers.rollout.tournament_tree import LeastLoaded
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

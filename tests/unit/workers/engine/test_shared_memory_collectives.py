@@ -50,7 +50,7 @@ def engines(folder: Path, folder_of_memory: Path, fsdp_size: int = -1) -> tuple[
     """The gathering used by a sharded model, and its weights."""
     shared_memory_collectives.FOLDER = folder_of_memory
     engine = build_engine(folder, fsdp_size=fsdp_size)
-    kinds = {type(unit.shared_memory).__name__ for unit in engine.weights._oom_rescue.units}
+    kinds = {type(unit.shared_memory).__name__ for unit in engine.weights._deadlock_guard.units}
     return sorted(kinds), {name: tensor.numpy() for name, tensor in engine.export_weights()}
 
 

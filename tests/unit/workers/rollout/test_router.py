@@ -18,8 +18,8 @@ from verl.workers.rollout.base import (
     StaleWeightsError,
 )
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.least_loaded import LeastLoaded
 from verl.workers.rollout.router import Router
+from verl.workers.rollout.tournament_tree import LeastLoaded
 
 
 class CountedList(list):

@@ -156,7 +156,7 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor
     """
     size = weights_BV.shape[1]
     if size <= 16 * _BLOCK_COLUMNS:
-        return _search(weights_BV, uniforms_B)
+        return _inverse_cdf_in_one_level(weights_BV, uniforms_B)
     padding = -size % _BLOCK_COLUMNS
     if padding:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, padding))
@@ -174,7 +174,7 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor
     return (block * _BLOCK_COLUMNS + column).squeeze(1).clamp_(max=size - 1), total
 
 
-def _search(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse_cdf_in_one_level(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     mass = weights_BV.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1]
     target = (uniforms_B * total).unsqueeze(1)

@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from verl.models.fingerprint import fingerprint
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import ReadBack
-from verl.workers.rollout.vllm.layout import places
+from verl.workers.rollout.vllm.weight_readback import places
 
 ADAPTER_ID = 1  # of every version: one takes the place of the last, for running requests too, as whole weights do
 

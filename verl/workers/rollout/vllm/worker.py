@@ -24,7 +24,7 @@ from verl.runtime.wire import deserialize, serialize
 from verl.workers.rollout.base import ReadBack
 from verl.workers.rollout.vllm.adapters import load_adapters, plain_layers
 from verl.workers.rollout.vllm.experts import repack_experts
-from verl.workers.rollout.vllm.layout import WeightReader
+from verl.workers.rollout.vllm.weight_readback import WeightReader
 
 # It warns at each publish of layers that get nothing, such as tied heads. `verl_finish` reports missing parameters.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
@@ -71,7 +71,7 @@ class WeightReceiver:
         if weights:
             with self._plain_model() as model, torch.no_grad():
                 for name, tensor in weights:
-                    self._verl_reader.record(name, tensor, arrived[name])
+                    self._verl_reader.record_expected(name, tensor, arrived[name])
                 self._verl_loaded |= set(model.load_weights(iter(weights)) or ())
         return arrived
 

@@ -18,7 +18,7 @@ from verl.plugin.platform import get_platform
 from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 
 
-class OOMRescue:
+class OOMDeadlockGuard:
     """Counts the passes of a sharded model. `reset()` makes it forget a pass that stopped in the middle."""
 
     def __init__(

@@ -91,7 +91,7 @@ class WeightReader:
         for path, module in self.modules.items():
             yield from ((path, name, p) for name, p in module._parameters.items() if p is not None)
 
-    def record(self, name: str, tensor: Tensor, arrived: str) -> None:
+    def record_expected(self, name: str, tensor: Tensor, arrived: str) -> None:
         """Note what the layers must hold of a tensor that arrived with the fingerprint `arrived`."""
         if name not in self.parts:
             self.parts[name] = self.locate(name)
