@@ -159,7 +159,6 @@ def test_the_strategy_says_which_section_configures_the_engine():
     for role in (ActorConfig(), RefConfig(strategy="fsdp"), ActorConfig(strategy="one without a section")):
         assert role.engine is role.fsdp_config
     assert CriticConfig().engine.parameter_dtype == CriticConfig().fsdp.model_dtype
-    assert (veomni := CriticConfig(strategy="veomni")).engine is veomni.veomni
     tuned = SFTConfig(engine=FSDPEngineConfig(strategy="fsdp"))
     assert tuned.training_engine is tuned.engine
     with pytest.raises(ConfigError, match="strategy=parted is configured by PartedEngineConfig, which CriticConfig l"):

@@ -46,7 +46,12 @@ JOBS = {
     "adapters": (LORA, [], ["actor"]),
     "adapters, the original FSDP": (LORA, [f"{ARR}.actor.strategy=fsdp"], ["actor"]),
     "tokens of a sequence shared": (WITH_REFERENCE, SHARED, ["actor"]),
-    "experts divided": ([], [f"{ARR}.actor.fsdp_config.expert_parallel_size=2"], ["actor"]),
+    "experts divided": (
+        [],
+        [f"{ARR}.actor.strategy=veomni"]
+        + [f"{ARR}.actor.veomni.{word}" for word in ("expert_parallel_size=2", "mixed_precision=False")],
+        ["actor"],
+    ),
 }
 
 

@@ -42,6 +42,7 @@ PROBE_MODEL = "actor_rollout_ref.model.path=."
 FEATURES = {
     "lora": "actor_rollout_ref.model.lora_rank=8",
     "multi-turn": "actor_rollout_ref.rollout.multi_turn.enable=True",
+    "expert-parallel": "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2",
 }
 SCALES = {"several devices": "trainer.n_gpus_per_node=2", "several machines": "trainer.nnodes=2"}
 SHARED_MEMORY = Path("/dev/shm")
@@ -134,7 +135,7 @@ def _refusal(name: str) -> str | None:
     elif name in FEATURES or name in SCALES:
         choice = (FEATURES | SCALES)[name]
     else:
-        return "still to come in this release" if name == "expert-parallel" else None
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -127,7 +127,7 @@ class RefConfig(RoleConfig):
     entropy_checkpointing: bool = key(False, "Short spelling of the key in fsdp_config.")
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig, forward_only=True)
-    veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
+    veomni: VeOmniEngineConfig = section(VeOmniEngineConfig, forward_only=True)
     profiler: ProfilerConfig = section(ProfilerConfig)
 
 

@@ -8,7 +8,11 @@ from verl.config.run_name import dated_name
 from verl.config.sft import SFTConfig
 
 _ARR = "actor_rollout_ref"
-_ENGINES = (f"{_ARR}.actor.fsdp_config", f"{_ARR}.ref.fsdp_config", "critic.fsdp")
+_ENGINES = (
+    *(f"{_ARR}.{role}.{section}" for role in ("actor", "ref") for section in ("fsdp_config", "veomni")),
+    "critic.fsdp",
+    "critic.veomni",
+)
 _DYNAMIC_BATCHING_KEYS = (
     (f"{_ARR}.actor.use_dynamic_bsz", f"{_ARR}.actor.ppo_micro_batch_size_per_gpu"),
     (f"{_ARR}.ref.log_prob_use_dynamic_bsz", f"{_ARR}.ref.log_prob_micro_batch_size_per_gpu"),

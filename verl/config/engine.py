@@ -9,7 +9,8 @@ from verl.config.mesh import MeshShape
 from verl.config.model import HFModelConfig
 from verl.utils.errors import ConfigError
 
-STRATEGIES = ("fsdp", "fsdp2")  # the engines that are not a plug-in's
+VEOMNI = "veomni"
+STRATEGIES = ("fsdp", "fsdp2", VEOMNI)  # of the engine that is not a plug-in's
 
 E = TypeVar("E", bound="type[EngineConfig]")
 _CLASSES: dict[str, "type[EngineConfig]"] = {}  # by strategy
@@ -29,6 +30,11 @@ class EngineConfig(Section):
     """The section of a strategy. Only its own engine knows its keys; the trainer reads what is declared here."""
 
     seed: int
+
+    @property
+    def runs_as(self) -> "EngineConfig":
+        """The section that configures the engine: this one, or one with the values of its keys under other names."""
+        return self
 
     def mesh(self, ranks: int) -> MeshShape:
         """How `ranks` ranks divide the model and the data; ConfigError where they cannot."""
@@ -59,7 +65,7 @@ def engine_section(owner: Section, strategy: str) -> EngineConfig:
     for item in fields(owner):
         if item.metadata.get("section") is wanted:
             engine: EngineConfig = getattr(owner, item.name)
-            return engine
+            return engine.runs_as
     where = owner.__dict__.get(PATH, type(owner).__name__)
     raise ConfigError(f"{where}.strategy={strategy} is configured by {wanted.__name__}, which {where} lacks")
 
@@ -153,19 +159,34 @@ class FSDPEngineConfig(EngineConfig):
             raise ConfigError(f"{where}ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
 
 
-@configures("veomni")
+@configures(VEOMNI)
 @dataclass(frozen=True, kw_only=True)
 class VeOmniEngineConfig(EngineConfig):
-    """The VeOmni engine (accepted and checked; the engine itself is still to come)."""
+    """VeOmni's keys, by which the FSDP engine runs."""
 
     param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
     optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")
+    enable_fsdp_offload: bool = key(False, "FSDP2's own CPU offload, during training too; needs several ranks.")
+    enable_full_shard: bool = key(True, "Reshard parameters after the forward pass (ZeRO-3); false is ZeRO-2.")
+    forward_prefetch: bool = key(True, "All-gather the next layer's parameters while the current one computes.")
     fsdp_size: int = key(-1, "Ranks that shard one copy of the parameters; -1 is all of them.")
-    ulysses_parallel_size: int = key(1, "Ranks that split each sequence (Ulysses).")
-    expert_parallel_size: int = key(1, "Ranks that share one set of experts.")
-    attn_implementation: str = key("flash_attention_2", "Attention kernel by VeOmni's name.")
-    moe_implementation: str = key("fused", "Expert kernel.", choices=("eager", "fused"))
+    ulysses_parallel_size: int = key(1, "Ranks that split each sequence (Ulysses).", minimum=1)
+    expert_parallel_size: int = key(1, "Ranks that divide the experts of each layer.", minimum=1)
+    mixed_precision: bool = key(True, "Compute in bfloat16 where the device is no CPU; false computes in float32.")
+    seed: int = key(42, "Seed of the engine's random numbers.", minimum=0, maximum=LARGEST_SEED)
+    full_determinism: bool = key(False, "Only deterministic kernels; slower.")
+    use_torch_compile: bool = key(False, "Compile the elementwise operations of the output head on GPUs.")
+    entropy_from_logits_with_chunking: bool = key(False, "Compute log-probs and entropy in chunks of tokens.")
+    entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass.")
+    forward_only: bool = key(False, "No optimiser and no gradients.")
 
     @property
-    def ranks_per_sequence(self) -> int:
-        return self.ulysses_parallel_size
+    def runs_as(self) -> "FSDPEngineConfig":
+        renamed = {
+            "ulysses_parallel_size": "ulysses_sequence_parallel_size",
+            "enable_full_shard": "reshard_after_forward",
+            "enable_fsdp_offload": "offload_policy",
+        }
+        names = [item.name for item in fields(self) if item.name not in ("extra", "mixed_precision")]
+        values = {renamed.get(name, name): self[name] for name in names}
+        return FSDPEngineConfig(dtype="auto" if self.mixed_precision else "fp32", **values)

@@ -4,14 +4,18 @@ from typing import Any
 
 from verl.config import foreign_keys, schema
 from verl.config.base import Section
+from verl.config.engine import VEOMNI
 
 
 def no_effect_warnings(config: Any) -> list[str]:
-    """One sentence for each key that was set to a value that nothing reads yet, and one for strategy=fsdp."""
+    """One sentence for each key that was set to a value that nothing reads yet, and for other names of the engine."""
     root: type = type(config)
     texts = []
-    if flat := [path for path in config._set if path.endswith(".strategy") and value_at(config, path) == "fsdp"]:
+    named = [path for path in config._set if path.endswith((".strategy", "model_engine"))]
+    if flat := [path for path in named if value_at(config, path) == "fsdp"]:
         texts.append(f"{', '.join(flat)}: fsdp is an alias of fsdp2, whose checkpoints are the same")
+    if veomni := [path for path in named if value_at(config, path) == VEOMNI]:
+        texts.append(f"{', '.join(veomni)}: the fsdp2 engine runs, by the keys of {VEOMNI}")
     for path in config._set:
         group, value = foreign_keys.waiting_for(path, root), value_at(config, path)
         if group is None or _is_default(config, path, value):

@@ -93,9 +93,7 @@ def _follows() -> dict[str, str]:
             table[f"{engine}.{name}"] = f"{arr}.{role}.{name}"
     for name in ("strategy", "ulysses_sequence_parallel_size"):
         table[f"reward.reward_model.fsdp_config.{name}"] = f"reward.reward_model.{name}"
-    for name in ("param_offload", "fsdp_size", "ulysses_parallel_size", "expert_parallel_size"):
-        table[f"{arr}.ref.veomni.{name}"] = f"{arr}.actor.veomni.{name}"
-    for name in ("attn_implementation", "moe_implementation"):
+    for name in ("param_offload", "fsdp_size", "ulysses_parallel_size", "expert_parallel_size", "seed"):
         table[f"{arr}.ref.veomni.{name}"] = f"{arr}.actor.veomni.{name}"
     for role in (f"{arr}.actor", f"{arr}.ref", f"{arr}.rollout", "critic"):
         for name in _PROFILER_OF_RUN:

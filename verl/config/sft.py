@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from verl.config.base import Section, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import SFTDataConfig
-from verl.config.engine import EngineConfig, FSDPEngineConfig, engine_section
+from verl.config.engine import STRATEGIES, EngineConfig, FSDPEngineConfig, engine_section
 from verl.config.model import HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -31,8 +31,9 @@ class SFTConfig(Section):
 
     @property
     def training_engine(self) -> EngineConfig:
-        """The section of `engine.strategy`: `engine` itself for FSDP and for a strategy that no section is made for."""
-        return engine_section(self, self.engine.strategy)
+        """The section of `engine.strategy`: `engine` itself unless a plug-in has made a section for it."""
+        own = self.engine.strategy in STRATEGIES
+        return self.engine if own else engine_section(self, self.engine.strategy)
 
 
 SFT_FOLLOWS: dict[str, str] = {"data.seed": "trainer.seed"}

@@ -14,7 +14,7 @@ _MAY_CHANGE = re.compile(
     r"|.*\.optim\.total_training_steps|optim\.total_training_steps"
     r"|.*micro_batch_size_per_gpu|.*max_token_len_per_gpu|.*use_dynamic_bsz|.*_offload|.*offload_policy"
     r"|.*\.n_gpus_per_node|reward\.canary_.*|.*\.use_prefix_grouper"
-    r"|.*\.(forward_prefetch|reshard_after_forward|fsdp_size|gpu_memory_utilization|free_cache_engine|max_num_seqs)"
+    r"|.*\.(forward_prefetch|reshard_after_forward|fsdp_size|expert_parallel_size|gpu_memory_utilization|free_cache_engine|max_num_seqs)"
     r"|.*\.(max_num_batched_tokens|disable_log_stats|enable_gradient_checkpointing|use_torch_compile|compile_layers)"
     r"|data\.(dataloader_num_workers|filter_overlong_prompts_workers|num_workers|output_path)"
 )
@@ -48,15 +48,16 @@ def find_changes(saved: Mapping[str, Any], config: Any) -> list[Change]:
     kinds = ["reinforcement learning" if "actor_rollout_ref" in tree else "fine-tuning" for tree in (saved, now)]
     if kinds[0] != kinds[1]:
         return [Change("command", *kinds)]
-    return list(_changes(saved, now, ""))
+    return list(changes_between(saved, now))
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[Change]:
+def changes_between(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:
+    """The keys that both have, with different values."""
     for name, value in now.items():
         if name not in saved or saved[name] == value:
             continue
         if isinstance(value, dict) and isinstance(saved[name], dict) and value and saved[name]:
-            yield from _changes(saved[name], value, f"{prefix}{name}.")
+            yield from changes_between(saved[name], value, f"{prefix}{name}.")
         else:
             yield Change(prefix + name, saved[name], value)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from verl.config import RewardConfig
+from verl.observe.run_changes import changes_between
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.gold_answers import FORMS, gold_texts, worked_answer
 from verl.utils.errors import RewardError
@@ -160,8 +161,9 @@ class Canary:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the answers of `state`, unless the run has other settings of its reward now."""
-        if state and state["settings"] == settings_of(self._config):
+        """Go on with the answers of `state`, unless the run has other settings of its reward now; settings that only
+        one version of the library knows do not count."""
+        if state and not list(changes_between(state["settings"], settings_of(self._config))):
             self._answers, self._first = [RewardInput(**item) for item in state["answers"]], state["scores"]
             self._first_step, self._repeats = state["step"], state["repeats"]
             self._resumed = bool(self._answers)

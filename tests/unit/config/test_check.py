@@ -99,7 +99,7 @@ def test_unused_parts_are_not_held_against_a_run():
 @pytest.mark.parametrize(
     ("override", "feature"),
     [
-        (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
+        (f"{ACTOR}.strategy=torchtitan", "the torchtitan engine"),
         ("model_engine=megatron", "the Megatron-LM engine"),
     ],
 )

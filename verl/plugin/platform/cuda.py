@@ -112,5 +112,5 @@ class PlatformCUDA(TorchAccelerator):
             BackendSupport("sglang", Status.GOOD, "supported", requires=("sglang",)),
             BackendSupport("multi-turn", Status.GOOD, "supported"),
             BackendSupport("lora", Status.GOOD, "supported", requires=("peft",)),
-            BackendSupport("expert-parallel", Status.GOOD, "supported", requires=("megatron.core",)),
+            BackendSupport("expert-parallel", Status.GOOD, "supported"),
         ]

@@ -96,7 +96,7 @@ class PlatformNPU(TorchAccelerator):
             BackendSupport("fsdp", Status.GOOD, "through torch_npu"),
             BackendSupport("fsdp2", Status.GOOD, "supported"),
             BackendSupport("megatron", Status.GOOD, "through MindSpeed", requires=("megatron.core", "mindspeed")),
-            BackendSupport("veomni", Status.GOOD, "for large MoE models", requires=("veomni",)),
+            BackendSupport("veomni", Status.GOOD, "its keys; the fsdp2 engine runs"),
             BackendSupport("native", Status.GOOD, "supported"),
             BackendSupport("vllm", Status.GOOD, "through vllm-ascend", requires=("vllm", "vllm_ascend")),
             BackendSupport("sglang", Status.GOOD, "supported", requires=("sglang",)),
