@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from verl.config.mesh import MeshShape
-from verl.models.attention.ulysses import check_peers
+from verl.models.attention.ulysses import check_peers, has_stopped
 from verl.utils.errors import ConfigError
 
 EXPERT_PARALLEL = "verl_expert_parallel"
@@ -74,6 +74,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 def run_divided(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """(T, D), (T, k), (T, k) -> (T, D): the weighted sum of the experts of each token, in the library's interface."""
     group, num_tokens = self.expert_group, len(hidden_states)
+    if has_stopped(group):
+        return _run_here(self, hidden_states, top_k_weights)
     size, here = group.size(), self.num_experts // group.size()
     experts_of_pairs, order = top_k_index.reshape(-1).sort(stable=True)
     bounds = torch.arange(self.num_experts + 1, device=order.device)
@@ -89,6 +91,14 @@ def run_divided(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     returned = _Exchange.apply(computed[by_expert.argsort()], given, taken, group)
     outputs = returned[order.argsort()].view(num_tokens, -1, returned.shape[-1])
     return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _run_here(experts: Any, hidden_states: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Stands for `run_divided` in a pass whose results nobody uses, without its exchanges: an expert of this rank."""
+    here = experts.num_experts // experts.expert_group.size()
+    counts = torch.tensor([len(hidden_states)] + [0] * (here - 1), device=hidden_states.device)
+    computed = _run_experts(experts, hidden_states, counts)
+    return (computed * top_k_weights.sum(1, keepdim=True)).to(hidden_states.dtype)
 
 
 def _run_experts(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:

@@ -3,11 +3,15 @@
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from tests.engine_cases import SHAPE, build_engine, save_tiny_model
+from tests.engine_cases import SHAPE, build_engine, random_batch, save_tiny_model
 from tests.models.test_transformer import MODELS
 from tests.ranks import run_ranks
+from tests.unit.models import test_ulysses
+from tests.unit.workers.engine.test_out_of_memory import train as train_in_memory
+from tests.unit.workers.engine.test_out_of_memory import train_on_two
 from tests.unit.workers.engine.test_sharded_checkpoint import assert_equal, load, on, train_and_save
 from tests.unit.workers.engine.test_sharding import assert_same_training, distance, train
 from verl.config.mesh import MeshShape
@@ -80,6 +84,20 @@ def test_any_mesh_of_four_ranks_trains_like_one(folders):
         assert_same_training([rank[name] for rank in ranks], alone)
 
 
+def train_sharing_sequences(folder: Any, sizes: list[int]) -> list[dict[str, Any]]:
+    return [test_ulysses.train({"kv heads divide": folder}, {"expert_parallel_size": n}, 2) for n in sizes]
+
+
+@pytest.mark.parametrize(("size", "experts"), [(2, [2]), (4, [2, 4])])
+def test_ranks_that_share_sequences_may_divide_experts_too(folders, size, experts):
+    """Pairs of ranks split the tokens of their sequences; 2 ranks divide the experts, or all of both pairs."""
+    folder = folders["qwen3_moe"]
+    alone = test_ulysses.train({"kv heads divide": folder}, {})
+    found = run_ranks(size, train_sharing_sequences, folder, experts)
+    for number, count in enumerate(experts):
+        test_ulysses.assert_same([rank[number] for rank in found], alone, size // 2, f"{count} for experts")
+
+
 @pytest.mark.parametrize(("saving", "loading"), [("2", "1"), ("1", "2"), ("2", "2 x 2"), ("2 x 2", "4")])
 def test_any_mesh_loads_what_any_mesh_saved(folders, tmp_path, saving, loading):
     """Parameters, optimiser state and schedule, bit for bit."""
@@ -94,6 +112,21 @@ def test_any_mesh_loads_what_any_mesh_saved(folders, tmp_path, saving, loading):
     saved = on(size, train_and_save, folder, tmp_path / "saved", size, {"dtype": "fp32", **first})[0]
     for found in on(others, load, folder, tmp_path / "saved", others, {"dtype": "fp32", **second}):
         assert_equal(found, saved)
+
+
+@pytest.mark.parametrize("starved", [[1], [0, 1]])
+@pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers"])
+def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folders, place, starved):
+    """Ranks wait for each other inside of a layer: all that exchange tokens stop, and restart, together."""
+    folder, settings = folders["qwen3_moe"], {"expert_parallel_size": 2}
+    expected, _ = train_in_memory(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
+    for rank, (weights, _, (refused, restarts, _)) in enumerate(
+        run_ranks(2, train_on_two, folder, place, starved, settings)
+    ):
+        assert (refused > 0) == (rank in starved), "the allocator never failed: this test would prove nothing"
+        assert restarts >= 1
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-9, atol=1e-11)
 
 
 def counted(folder: Any) -> tuple[int, list[int]]:

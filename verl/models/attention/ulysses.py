@@ -112,6 +112,11 @@ def check_peers(group: dist.ProcessGroup) -> None:
         raise PeerOutOfMemory("out of memory on a rank of the sequence-parallel group")
 
 
+def has_stopped(group: dist.ProcessGroup) -> bool:
+    """Whether a rank ran out of memory: until the next pass, the ranks of `group` do not exchange anything."""
+    return _stops_with.get(group, group) in _out_of_memory_groups
+
+
 def announce_out_of_memory(group: dist.ProcessGroup) -> dist.Work | None:
     """Makes the next `check_peers` of the other ranks raise PeerOutOfMemory, unless theirs made this rank's raise."""
     if group in _out_of_memory_groups:
