@@ -123,8 +123,9 @@ def test_a_critic_with_adapters_is_certified_on_two_ranks(monkeypatch):
 def test_a_family_with_experts_is_certified(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     save_tiny_model(tmp_path, AutoConfig.for_model("qwen3_moe", **{**SHAPE, **experts}))
-    certificate = run(f"actor_rollout_ref.model.path={tmp_path}")
+    certificate = run(f"actor_rollout_ref.model.path={tmp_path}", num_ranks=2)
     assert certificate.holds, certificate.verdict()
+    assert [row.setting for row in certificate.rows if row.dimension == "experts"] == ["divided over 2 ranks"]
 
 
 @pytest.mark.slow

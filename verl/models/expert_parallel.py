@@ -31,6 +31,11 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if all(hasattr(module, name) for name in _TRAITS)]
 
 
+def are_divided(model: nn.Module) -> bool:
+    """Whether ranks divide the experts of `model`."""
+    return any(hasattr(experts, "expert_group") for experts in experts_of(model))
+
+
 def check_experts(model: nn.Module, shape: MeshShape) -> None:
     """ConfigError where `shape.experts` ranks cannot divide the experts, and the other ranks what each expert holds."""
     found = experts_of(model)

@@ -109,6 +109,12 @@ def has_full_attention(config: PreTrainedConfig) -> bool:
     return not family_of(config).mixers and not limited and all("full" in kind for kind in kinds)
 
 
+def num_experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer; 0 where the model has none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
+
+
 def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
     """Refuses prefix sharing where each row is one sequence: padded models, and layers that carry a state."""
     family = family_of(config)

@@ -30,7 +30,7 @@ from verl.data.prompts import train_prompts
 from verl.models.device_moves import move_model
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.lora import add_adapters, wants_lora
-from verl.models.registry import check_prefix_sharing, runs_packed
+from verl.models.registry import check_prefix_sharing, num_experts, runs_packed
 from verl.observe.progress import Progress
 from verl.plugin.platform import choose_platform
 from verl.utils.errors import ConfigError
@@ -163,7 +163,8 @@ class GradientComparison:
         all_variants += [] if lacks_prefix_sharing(self.model_config, packed) else prefix_sharing_variants(self.batch)
         if self.ranks is not None:
             heads = self.model_config.num_attention_heads if packed else 1
-            all_variants += rank_variants(self.batch, self.ranks.size, math.gcd(heads, self.ranks.size))
+            shared = math.gcd(heads, self.ranks.size)
+            all_variants += rank_variants(self.batch, self.ranks.size, shared, num_experts(self.model_config))
         tolerance = max(TOLERANCE, 10 * self.repeat_error)
         for engine_key in dict.fromkeys(variant.engine_key for variant in all_variants):
             group = [variant for variant in all_variants if variant.engine_key == engine_key]
@@ -183,7 +184,7 @@ class GradientComparison:
     def relative_errors(self, group: list[Variant], dtype: torch.dtype) -> list[tuple[float, str]]:
         """For each variant of `group`, which share an engine: the relative error and the parameter with most of it."""
         subject, variant = self.subject, group[0]
-        changes = {"ulysses_sequence_parallel_size": 1, **variant.engine}
+        changes = {"ulysses_sequence_parallel_size": 1, "expert_parallel_size": 1, **variant.engine}
         if dtype == torch.float64:
             changes |= {"model_dtype": "fp64", "dtype": "fp64", "mixed_precision": None}
         changed = dataclasses.replace(

@@ -9,6 +9,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from verl.models.expert_parallel import are_divided
+
 
 def keep_float64(model: Any) -> None:
     """Make casts to float32 inside the layers and norms of `model` leave float64 tensors unchanged.
@@ -16,7 +18,7 @@ def keep_float64(model: Any) -> None:
     The certificate and the tests need it for the definition and for the engine: with the casts, two exact ways of
     computing the same value differ by 1e-7. Training does not call it.
     """
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) and not are_divided(model):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) or type(module).__name__.endswith("Norm"):

@@ -80,8 +80,9 @@ def prefix_sharing_variants(batch: Batch) -> list[Variant]:
     return [Variant("prefix sharing", describe(m), dataclasses.replace(m, share_prefixes=True)) for m in limits]
 
 
-def rank_variants(batch: Batch, ranks: int, ulysses_size: int) -> list[Variant]:
-    """Variants with the model sharded over `ranks` processes: data parallel, and Ulysses groups of `ulysses_size`."""
+def rank_variants(batch: Batch, ranks: int, ulysses_size: int, experts: int) -> list[Variant]:
+    """Variants with the model sharded over `ranks` processes: data parallel, Ulysses groups of `ulysses_size`, and its
+    `experts` divided over all of them."""
     budget = MicroBatching(max_tokens=2 * int(batch.lengths.max()))
     no_reshard = {"reshard_after_forward": False}
     out = [
@@ -92,6 +93,9 @@ def rank_variants(batch: Batch, ranks: int, ulysses_size: int) -> list[Variant]:
     ulysses = {"ulysses_sequence_parallel_size": ulysses_size}
     if ulysses_size > 1:
         out.append(Variant("Ulysses", f"{ulysses_size} of {ranks} ranks", budget, engine=ulysses, on_ranks=True))
+    if experts and experts % ranks == 0:
+        divided = {"expert_parallel_size": ranks}
+        out.append(Variant("experts", f"divided over {ranks} ranks", budget, engine=divided, on_ranks=True))
     return out
 
 
